@@ -1,0 +1,339 @@
+"""The settings of a run: frozen pydantic models. Importable without torch.
+
+Every field says what it is, with its unit, and has a kind (experience-store.md 3.12):
+
+* `identity`: what makes the run this run; a difference on resume is refused by name.
+* `training`: how it learns; changes are a config revision.
+* `operational`: how it is run; free on any restart.
+* `environment`: where it is run; free, but bit-identical replay is not promised across it.
+
+Numbers that follow from others are properties, never fields. What cannot work together is refused by `rl_core/plan.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Kind = Literal["identity", "training", "operational", "environment"]
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    return {"kind": kind}
+
+
+def identity(default: Any, text: str, **limits: Any) -> Any:
+    """A field that makes the run this run: a difference on resume is refused by name."""
+    return Field(default, description=text, json_schema_extra=_kind("identity"), **limits)
+
+
+def training(default: Any, text: str, **limits: Any) -> Any:
+    """A field of how the run learns: a change is a config revision."""
+    return Field(default, description=text, json_schema_extra=_kind("training"), **limits)
+
+
+def operational(default: Any, text: str, **limits: Any) -> Any:
+    """A field of how the run is run: free on any restart."""
+    return Field(default, description=text, json_schema_extra=_kind("operational"), **limits)
+
+
+def environment(default: Any, text: str, **limits: Any) -> Any:
+    """A field of where the run is run: free, but bit-identical replay is not promised across it."""
+    return Field(default, description=text, json_schema_extra=_kind("environment"), **limits)
+
+
+class Part(BaseModel):
+    """Base of all settings: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TinyModel(Part):
+    """A Qwen3 of 0.4 M parameters over a character vocabulary, warmed up on wrong habits (models.md section 2)."""
+
+    type: Literal["tiny"] = identity("tiny", "A small model that Headway makes and warms up.")
+    layers: int = identity(2, "Decoder layers.", ge=1, le=16)
+    hidden: int = identity(128, "Hidden size.", ge=32, le=1024, multiple_of=32)
+    warmup_steps: int = identity(250, "Supervised warm-up steps; 0 leaves the weights random.", ge=0)
+    warmup_mix: float = identity(0.35, "Share of warm-up targets that are the right answer.", ge=0, le=1)
+    warmup_lr: float = identity(2e-3, "Warm-up learning rate.", gt=0)
+    seed: int | None = identity(None, "Seed of weights and warm-up; null takes the run's seed.")
+
+
+class LocalModel(Part):
+    """Any Hugging Face causal language model in a local directory."""
+
+    type: Literal["local"] = identity("local", "A directory with config.json, safetensors and a tokenizer.")
+    path: str = identity(..., "The directory.")
+
+
+ModelConfig = Annotated[TinyModel | LocalModel, Field(discriminator="type")]
+
+
+class DataConfig(Part):
+    train: str = identity("sort", "Built-in task `sort`, or the path of a JSONL file with `prompt` and `answer`.")
+    validation: str | None = identity(
+        "sort", "Held-out prompts: `sort`, a JSONL file, or null for no validation.")
+    epochs: int | None = training(None, "Passes over the training prompts; null = endless.", ge=1)
+    max_prompt_tokens: int = identity(256, "Longest prompt, tokens; a longer one is refused before the start.", ge=1)
+    shuffle: bool = identity(True, "Order the prompts of every dataset epoch by f(seed, epoch); false = file order.")
+    size: int = identity(4096, "Rows of a procedural task (`sort`); ignored for files.", ge=1)
+    validation_size: int = identity(256, "Rows held out for validation, excluded from training (`sort`), or the first "
+                                    "rows of a validation file.", ge=1)
+
+
+class SamplingConfig(Part):
+    temperature: float = training(1.0, "Sampling temperature of training rollouts; must be > 0.", ge=0)
+    top_p: float = training(1.0, "Nucleus share; below 1 the engine's log-probs are not the learner's.", gt=0, le=1)
+    top_k: int = training(0, "Most likely tokens kept; 0 = all.", ge=0)
+    min_p: float = training(0.0, "Least share of the most likely token's probability; 0 = off.", ge=0, le=1)
+    max_new_tokens: int = training(256, "Longest answer, tokens.", ge=1)
+    stop: tuple[str, ...] = training((), "Stop strings.")
+    stop_token_ids: tuple[int, ...] = training((), "Stop tokens beside the model's own end tokens.")
+
+
+class StalenessConfig(Part):
+    bound: Decimal = training(Decimal(2), "eta: publications that rollouts may run ahead; 0 = synchronous. "
+                              "A fraction acts in admission only.", ge=0, le=1024)
+    policy: Literal["keep", "mask", "drop", "wait"] = training(
+        "keep", "What the claim does with a group older than ceil(bound): see docs/staleness.md.")
+    hard_max: int | None = training(None, "Oldest age that `keep` trains; null = max(1, ceil(4 bound)), 0 at bound 0.",
+                                    ge=0)
+    wait_deadline_s: float = operational(30.0, "Policy `wait`: longest hold before the group in flight is cancelled.",
+                                         gt=0)
+    drops_after_s: float = operational(2.0, "Drops are recorded after this much waiting, without a full claim.", gt=0)
+
+    @property
+    def limit(self) -> int:
+        """Ages are integers: ceil(bound)."""
+        return math.ceil(self.bound)
+
+    @property
+    def effective_hard_max(self) -> int:
+        """Oldest age that is ever trained: `hard_max`, or max(1, ceil(4 bound)), 0 at bound 0."""
+        if self.hard_max is not None:
+            return self.hard_max
+        return 0 if self.bound == 0 else max(1, math.ceil(4 * self.bound))
+
+
+class AdvantageConfig(Part):
+    name: Literal["grpo", "rloo"] = training("grpo", "Estimator (algorithms.md).")
+    normalize_by_std: bool = training(True, "grpo: divide by the group's standard deviation; false = Dr.GRPO.")
+    eps: float = training(1e-6, "Added to the standard deviation.", gt=0)
+    group_of_one: Literal["zero", "raw"] = training("zero", "Advantage of a group of one: 0, or its reward.")
+
+
+class LossConfig(Part):
+    name: Literal["ppo_clip", "decoupled_ppo"] = training("ppo_clip", "Policy loss (algorithms.md).")
+    clip_low: float = training(0.2, "Lower clip of the ratio: 1 - clip_low.", gt=0, lt=1)
+    clip_high: float = training(0.2, "Upper clip of the ratio: 1 + clip_high.", gt=0)
+    dual_clip: float | None = training(3.0, "Bound c on -A c for negative advantages; null = off.", gt=1)
+    proximal: Literal["recompute", "loglinear"] = training(
+        "recompute", "Proximal log-probs: a no-gradient pass, or the log-linear approximation (decoupled_ppo only).")
+    aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm",
+                         "seq_mean_token_mean"] = training("token_mean", "How token losses become one number.")
+    entropy_coef: float = training(0.0, "Entropy bonus, nats per token.")
+    truncated: Literal["score", "mask", "exclude"] = training(
+        "score", "Answers cut at the limit: scored, loss masked but still in the group mean, or as if absent.")
+
+
+class CorrectionConfig(Part):
+    weights: Literal["none", "token_truncate"] = training(
+        "none", "Token weights proximal/behavior, detached, multiplied to the loss (at most once).")
+    cap: float = training(2.0, "Upper bound of a token weight.", gt=0)
+
+
+class LearnerConfig(Part):
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    passes: int = training(1, "Passes over each claim.", ge=1)
+    minibatch_groups: int | None = training(None, "Groups per optimizer update; null = the whole claim.", ge=1)
+    token_budget: int = environment(16384, "Tokens of one packed micro-batch.", ge=1)
+    logits_chunk: int = environment(2048, "Rows of logits held at once.", ge=1)
+    lr: float = training(1e-6, "Peak learning rate of AdamW.", gt=0)
+    warmup_steps: int = training(5, "Training steps of linear warm-up.", ge=0)
+    decay: Literal["constant", "linear", "cosine"] = training("constant", "Decay after the warm-up.")
+    decay_steps: int | None = training(None, "Training step at which the decay ends; null = total_steps.", ge=1)
+    final_lr_ratio: float = training(0.05, "Learning rate at the end of the decay, as a share of the peak.", ge=0, le=1)
+    betas: tuple[float, float] = training((0.9, 0.95), "AdamW betas.")
+    adam_eps: float = training(1e-8, "AdamW epsilon.", gt=0)
+    weight_decay: float = training(0.0, "AdamW weight decay.", ge=0)
+    max_grad_norm: float = training(1.0, "Gradient norm clip.", gt=0)
+    ranks: int = environment(1, "Learner ranks (FSDP2 from 2 on).", ge=1, le=1024)
+    threads: int = environment(1, "CPU threads of each rank.", ge=1)
+    device: Literal["cpu", "cuda"] = environment("cpu", "Device of the learner.")
+    dtype: Literal["float32", "bfloat16"] = environment("float32", "Compute dtype; parameters and sums stay float32.")
+
+
+class TorchEngine(Part):
+    """The embedded engine: continuous batching inside the rollout worker."""
+
+    type: Literal["torch"] = operational("torch", "Embedded engine.")
+    slots: int = operational(64, "Answers generated at once by one worker.", ge=1)
+    threads: int = environment(1, "CPU threads of each worker.", ge=1)
+    device: Literal["cpu", "cuda"] = environment("cpu", "Device of the engine.")
+    dtype: Literal["float32", "bfloat16"] = environment("float32", "Weights and compute of the engine.")
+
+
+class RolloutConfig(Part):
+    engine: TorchEngine = TorchEngine()
+    workers: int = operational(1, "Rollout workers, each with one engine.", ge=1)
+    max_groups: int | None = operational(None, "C_max: groups in flight over all workers; null = derived.", ge=1)
+    min_group: int | None = training(None, "Fewest finished answers of a group; null = max(2, group_size / 2).", ge=1)
+    no_spread: Literal["keep", "drop"] = training(
+        "keep", "Group filter: `drop` leaves out groups whose rewards are all equal (their position is finished).")
+
+
+class ValidationConfig(Part):
+    every: int = operational(20, "Training steps between validations; also before the first step and at the end.", ge=1)
+    sampled: bool = operational(True, "Beside greedy answers, one sampled answer per prompt at the run's temperature.")
+    slots: int = operational(64, "Answers generated at once.", ge=1)
+
+
+class CheckpointConfig(Part):
+    every: int = operational(20, "Training steps between checkpoints; one is always made at the end.", ge=1)
+    keep: int = operational(2, "Newest checkpoints kept.", ge=1)
+
+
+class WeightsConfig(Part):
+    store: Literal["disk", "shm"] = operational("disk", "Where published weights lie: run directory or shared memory.")
+    keep: int = operational(4, "Newest publications whose bytes are kept beside pinned ones.", ge=2)
+
+
+class StorageConfig(Part):
+    bytes_quota: int = operational(4 * 2**30, "Bytes that the run directory may hold.", ge=1)
+    fsync: bool = operational(True, "fsync on landing and claims; false survives kill -9 but not a power loss.")
+    shard_groups: int = operational(64, "Most groups in one shard.", ge=1, le=64)
+
+
+class FailureConfig(Part):
+    max_tries: int = operational(3, "Tries of one position before it is given up.", ge=1)
+    max_leases: int = operational(5, "Leases of one try, when workers die under it, before it is poison.", ge=1)
+    trajectory_tries: int = operational(3, "Tries of one failed answer inside a group.", ge=1)
+    drop_share: Decimal = operational(Decimal("0.9"), "Share of stale drops above which the run is starving.", gt=0, le=1)
+    drop_share_deadline_s: float = operational(300.0, "How long it may starve.", gt=0)
+    barren_groups: int | None = operational(None, "Verified groups in a row without a usable one; null = 20 B.", ge=1)
+    max_skipped_updates: int = operational(5, "Non-finite updates in a row before the run ends.", ge=0)
+    reward_failures: int = operational(64, "Failed reward calls in a row before the run ends.", ge=1)
+    worker_restarts: int = operational(8, "Restarts of rollout workers over one attempt.", ge=0)
+    learner_restarts: int = operational(3, "Restarts of the learner group over one attempt.", ge=0)
+
+
+class DeadlineConfig(Part):
+    """Every wait has one; seconds."""
+
+    group_s: float = operational(600.0, "One group from lease to landing.", gt=0)
+    reward_s: float = operational(15.0, "One reward call.", gt=0)
+    swap_s: float = operational(60.0, "One weight swap of one worker.", gt=0)
+    claim_s: float = operational(1800.0, "Waiting for a full claim.", gt=0)
+    step_s: float = operational(3600.0, "One training step.", gt=0)
+    actor_start_s: float = operational(180.0, "One actor from placement to its first answer.", gt=0)
+    model_setup_s: float = operational(1800.0, "Making or loading the model.", gt=0)
+    service_start_s: float = operational(120.0, "Prefect server and Ray head, each, until they answer.", gt=0)
+    validation_s: float = operational(900.0, "One validation.", gt=0)
+    collective_s: float = operational(120.0, "One collective among learner ranks.", gt=0)
+    owner_timeout_s: float = operational(60.0, "An actor or private service without a word of its owner ends itself.",
+                                         gt=0)
+    call_s: float = operational(30.0, "A short call to a live actor.", gt=0)
+
+
+class TrackingConfig(Part):
+    experiment: str = operational("headway", "MLflow experiment.")
+    uri: str | None = operational(None, "MLflow tracking URI; null = sqlite under HEADWAY_HOME.")
+
+
+class Config(Part):
+    """All settings of a run. `Config()` is valid; presets are YAML files over it."""
+
+    seed: int = identity(1, "Seed of everything random.", ge=0, lt=2**31)
+    total_steps: int = training(180, "Training steps.", ge=1)
+    groups_per_step: int = identity(16, "B: groups consumed by one training step.", ge=1)
+    group_size: int = identity(8, "n: answers per prompt.", ge=1)
+    publish_every: int = identity(1, "K: training steps per publication of weights.", ge=1)
+    reward: str = training("exact", "`exact`, or a function by path: `./file.py:function` or `package.module:function`.")
+    model: ModelConfig = Field(default_factory=TinyModel, json_schema_extra=_kind("identity"))
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
+    storage: StorageConfig = StorageConfig()
+    failure: FailureConfig = FailureConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    isolated: bool = operational(False, "Ignore ambient Prefect profiles, MLflow URIs and RAY_ADDRESS (`*-cpu` presets).")
+
+    @field_validator("reward")
+    @classmethod
+    def _reward_is_named(cls, value: str) -> str:
+        if value != "exact" and ":" not in value:
+            raise ValueError("write `exact`, `./file.py:function` or `package.module:function`")
+        return value
+
+    @property
+    def min_group(self) -> int:
+        """Fewest finished answers that may land: `rollout.min_group` or max(2, n/2), at most n."""
+        if self.rollout.min_group is not None:
+            return self.rollout.min_group
+        return min(self.group_size, max(2, self.group_size // 2))
+
+    @property
+    def minibatch_groups(self) -> int:
+        return self.learner.minibatch_groups or self.groups_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one training step: passes x minibatches."""
+        return self.learner.passes * math.ceil(self.groups_per_step / self.minibatch_groups)
+
+    @property
+    def admission_extra(self) -> int:
+        """E = floor(B K eta), from eta's decimal text (experience-store.md 3.7)."""
+        return int(self.groups_per_step * self.publish_every * self.staleness.bound)
+
+    @property
+    def max_outstanding(self) -> int:
+        """Most groups leased or landed and unclaimed at any time: B K + E."""
+        return self.groups_per_step * self.publish_every + self.admission_extra
+
+    @property
+    def max_groups(self) -> int:
+        """C_max: groups in flight."""
+        return self.rollout.max_groups or self.max_outstanding
+
+    @property
+    def barren_groups(self) -> int:
+        return self.failure.barren_groups or 20 * self.groups_per_step
+
+    @property
+    def decay_steps(self) -> int:
+        return self.learner.decay_steps or self.total_steps
+
+    def idx(self, step: int) -> int:
+        """Publication index of training step k: k // K."""
+        return step // self.publish_every
+
+
+def field_kinds(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, Kind]:
+    """Kind of every leaf field by its dotted name: `{"groups_per_step": "identity", "data.train": "identity", ...}`."""
+    kinds: dict[str, Kind] = {}
+    for name, info in model.model_fields.items():
+        for part in _parts(info.annotation):
+            kinds |= field_kinds(part, f"{prefix}{name}.")
+        if not _parts(info.annotation):
+            kinds[prefix + name] = cast(dict[str, Kind], info.json_schema_extra)["kind"]
+    return kinds
+
+
+def _parts(annotation: Any) -> list[type[Part]]:
+    """The settings models inside an annotation, also those of a union."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, Part) else []
+    return [part for inner in getattr(annotation, "__args__", ()) for part in _parts(inner)]

@@ -1,0 +1,104 @@
+"""Errors that name the place, the value got, and what to do.
+
+`ValueError` (here `ConfigError`, `DataError`) is for what the user can mend; `BrokenFile` and its children are for
+files that cannot be trusted; `DeadPart` and its children are for processes that died or went silent; `RunEnded` and
+its children end a run with a cause. `assert` is kept for Headway's own invariants.
+"""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names the field, the value got, and a remedy."""
+
+
+class DataError(ValueError):
+    """A data file or row that cannot be used. The message names file and line."""
+
+
+class RewardError(ValueError):
+    """A reward function raised, hung, or returned something that is no finite number. Never a reward of 0."""
+
+
+class RewardTimeout(RewardError):
+    """A reward function that did not answer by its deadline; its process was ended."""
+
+
+class BrokenFile(Exception):
+    """A file of a run directory that cannot be trusted."""
+
+
+class ShardCorrupt(BrokenFile):
+    """A shard that failed verification before any claim took it: quarantined, the run goes on."""
+
+
+class ClaimedShardCorrupt(BrokenFile):
+    """A shard that rotted after its claim was written: its rows are never training data."""
+
+
+class CheckpointDamaged(BrokenFile):
+    """A checkpoint without a whole manifest, or whose digests do not match its files."""
+
+
+class WeightsDamaged(BrokenFile):
+    """The bytes of a weight version that are absent or do not match the digest of its manifest."""
+
+
+class FormatTooNew(BrokenFile):
+    """A file written by a newer Headway."""
+
+
+class NoExclusiveCreate(Exception):
+    """The file system lets two writers create one name: Headway cannot keep its promises there."""
+
+
+class DeadPart(Exception):
+    """A process that died or did not answer by its deadline. The message names it and what was asked of it."""
+
+
+class WorkerDead(DeadPart):
+    """A rollout worker is gone: its leases end, the same groups are leased again."""
+
+
+class LearnerDead(DeadPart):
+    """A learner rank is gone: the group is restored from the newest whole checkpoint."""
+
+
+class DeadlinePassed(DeadPart):
+    """A wait reached its deadline. The message says what was waited for and for how long."""
+
+
+class StaleAttempt(Exception):
+    """A call from an attempt that is no longer the newest: the caller is a zombie and must stop."""
+
+
+class RunIsAlive(Exception):
+    """Another process owns this run directory. The message names the holder."""
+
+
+class RunEnded(Exception):
+    """A run that ends with a named cause."""
+
+
+class DiskQuotaTooSmall(RunEnded):
+    """The quota holds neither a full batch nor anything that could be freed."""
+
+
+class StalenessStarvation(RunEnded):
+    """Too large a share of groups was over the staleness limit for too long."""
+
+
+class NothingToTrainOn(RunEnded):
+    """Many verified groups in a row, none of them usable."""
+
+
+class FailureBudgetSpent(RunEnded):
+    """The same kind of failure came too often. The message holds the first cause."""
+
+
+class NonFiniteTraining(RunEnded):
+    """More non-finite updates in a row than `failure.max_skipped_updates`."""
+
+
+class EngineMismatch(RunEnded):
+    """Log-probs of engine and learner differ by far more than rounding on tokens of the very same weights."""

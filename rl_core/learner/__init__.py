@@ -1,0 +1,1 @@
+"""The training side: a claim becomes one batch, one step, one record."""

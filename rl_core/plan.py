@@ -1,0 +1,304 @@
+"""From a preset and overrides to a Config, and from a Config to a Plan: all that can be known before anything starts.
+
+The plan refuses what cannot work, with the field's name, the value got, and what to do (`ConfigError`). Starts nothing,
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import yaml
+from pydantic import ValidationError
+
+from rl_core.config import Config, LocalModel, TinyModel, field_kinds
+from rl_core.errors import ConfigError
+
+BYTES_PER_TOKEN = 13
+"""Of a shard: int32 ids, float32 log-probs, uint8 mask, int32 version runs at worst (one run a token is 8 more, never
+seen); experience-store.md measured 8.95."""
+GROUP_OVERHEAD_BYTES = 2048
+RESERVE_BYTES = 64 * 2**20
+
+FOREIGN_KEYS = {
+    "actor.ppo_mini_batch_size": "learner.minibatch_groups",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "learner.minibatch_groups",
+    "actor_rollout_ref.rollout.n": "group_size",
+    "rollout.n": "group_size",
+    "num_generations": "group_size",
+    "n_samples_per_prompt": "group_size",
+    "rollout_batch_size": "groups_per_step",
+    "data.train_batch_size": "groups_per_step",
+    "async_training.staleness_threshold": "staleness.bound",
+    "rollout.max_head_offpolicyness": "staleness.bound",
+    "max_staleness": "staleness.bound",
+    "async_training.trigger_parameter_sync_step": "publish_every",
+    "learning_rate": "learner.lr",
+    "actor.optim.lr": "learner.lr",
+    "max_completion_length": "sampling.max_new_tokens",
+    "data.max_response_length": "sampling.max_new_tokens",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.train_files": "data.train",
+    "algorithm.adv_estimator": "learner.advantage.name",
+    "trainer.total_training_steps": "total_steps",
+    "max_steps": "total_steps",
+}
+"""Names that users of other systems bring along, and ours."""
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["learner.lr=1e-4", "data.epochs=null"]` -> `{"learner": {"lr": 0.0001}, "data": {"epochs": None}}`."""
+    tree: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {pair!r}: write a field and a value, as in --set learner.lr=1e-4")
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {key}: {text!r} is not a YAML value ({error})") from error
+        node = tree
+        *parents, leaf = key.strip().split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"--set {key}: `{parent}` is set to a value and to a part of it")
+        node[leaf] = _as_number(value)
+    return tree
+
+
+def _as_number(value: Any) -> Any:
+    """YAML 1.1 reads `1e-4` as text; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value) if "e" in value.lower() else value
+        except ValueError:
+            return value
+    return value
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on `base`, part by part. A part whose `type` changes is replaced, not mixed."""
+    out = dict(base)
+    for key, value in over.items():
+        mine = out.get(key)
+        if isinstance(value, Mapping) and isinstance(mine, Mapping):
+            changed = "type" in value and value["type"] != mine.get("type", value["type"])
+            out[key] = dict(value) if changed else merge(mine, value)
+        else:
+            out[key] = value
+    return out
+
+
+def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """The Config of a preset with overrides on it. Raises ConfigError naming each bad field and the value got."""
+    settings = merge({k: v for k, v in preset.items() if k != "description"}, overrides)
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+
+
+def _explain(item: Any) -> str:
+    path = [str(part) for part in item["loc"]]
+    path = [part for i, part in enumerate(path) if not (part in ("tiny", "local") and i and path[i - 1] == "model")]
+    value = item["input"]
+    if item["type"] == "extra_forbidden":
+        while isinstance(value, Mapping) and value:  # name the leaf that was set, not the unknown part it stands in
+            leaf, value = next(iter(cast(Mapping[str, Any], value).items()))
+            path.append(leaf)
+        name = ".".join(path)
+        ours = FOREIGN_KEYS.get(name) or FOREIGN_KEYS.get(path[-1])
+        if ours:
+            return f"{name}: unknown here; Headway calls it `{ours}`"
+        known = list(field_kinds())
+        near = difflib.get_close_matches(name, known, 1) or [k for k in known if k.rsplit(".", 1)[-1] == path[-1]][:1]
+        return f"{name}: no such setting" + (f"; did you mean `{near[0]}`?" if near else "; see `headway plan`")
+    return f"{'.'.join(path)}: {item['msg'].removeprefix('Value error, ')} (got {value!r})"
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """`{"learner.lr": 0.0005, ...}`: every leaf, JSON values."""
+    leaves: dict[str, Any] = {}
+
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                walk(value, f"{prefix}{key}.")
+            else:
+                leaves[prefix + key] = value
+
+    walk(config.model_dump(mode="json"), "")
+    return leaves
+
+
+def differing(before: Config, after: Config, kind: str) -> dict[str, tuple[Any, Any]]:
+    """Fields of one kind that differ: `{"group_size": (8, 4)}`."""
+    kinds, one, two = field_kinds(), flatten(before), flatten(after)
+    return {name: (one.get(name), two.get(name)) for name in sorted({*one, *two})
+            if kinds.get(name) == kind and one.get(name) != two.get(name)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFacts:
+    """What the inputs turned out to be (rl_core/preflight.py)."""
+
+    rows: int
+    longest_prompt: int
+    """Tokens."""
+    mean_prompt: float
+    validation_rows: int
+    model_bytes: int
+    """Of the float32 parameters."""
+    context: int
+    """Longest sequence the model takes, tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Totals that follow from the settings; nothing here is set twice."""
+
+    total_groups: int
+    total_trajectories: int
+    updates: int
+    publications: int
+    staleness_limit: int
+    staleness_hard_max: int
+    max_outstanding_groups: int
+    max_groups_in_flight: int
+    dataset_epochs: float | None
+    """Passes that the run makes over the prompts; null when the rows are not known yet."""
+    group_bytes: int
+    """Half the worst case."""
+    reserve_bytes: int
+    """Checkpoints, versions, and 64 MiB."""
+    disk_bytes: int
+    """Estimate for the whole run."""
+    memory_bytes: int
+    """Estimate of parameters, gradients, optimizer, and one engine copy per worker and for validation."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _refuse(field: str, value: Any, why: str) -> None:
+    raise ConfigError(f"{field}: {why} (got {value!r})")
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work whatever the data. Raises ConfigError."""
+    s, loss, c = config.sampling, config.learner.loss, config
+    if c.group_size == 1 and c.learner.advantage.group_of_one == "zero":
+        _refuse("group_size", 1, f"a group of one has advantage 0 under `{c.learner.advantage.name}`: nothing would be "
+                "learned; use 2 or more, or learner.advantage.group_of_one=raw")
+    if c.min_group > c.group_size:
+        _refuse("rollout.min_group", c.min_group, f"no group of {c.group_size} can reach it; use at most group_size")
+    if c.minibatch_groups > c.groups_per_step:
+        _refuse("learner.minibatch_groups", c.minibatch_groups, f"at most groups_per_step = {c.groups_per_step}")
+    if c.staleness.effective_hard_max < c.staleness.limit:
+        _refuse("staleness.hard_max", c.staleness.hard_max,
+                f"below ceil(staleness.bound) = {c.staleness.limit}: groups that admission allows would be dropped, and "
+                "the run could starve; raise hard_max or lower the bound")
+    if s.temperature == 0:
+        _refuse("sampling.temperature", 0, "greedy answers have no distribution to learn from; use > 0")
+    for field, value, off in (("top_p", s.top_p, 1.0), ("top_k", s.top_k, 0), ("min_p", s.min_p, 0.0)):
+        if value != off:
+            _refuse(f"sampling.{field}", value, "training rollouts must sample the whole distribution, since the learner's "
+                    f"log-probs are of it; use {off}")
+    if loss.proximal == "loglinear" and loss.name != "decoupled_ppo":
+        _refuse("learner.loss.proximal", "loglinear", "belongs to learner.loss.name=decoupled_ppo")
+    if loss.name == "decoupled_ppo" and c.learner.correction.weights != "none":
+        _refuse("learner.correction.weights", c.learner.correction.weights,
+                "decoupled_ppo has its own token weights; weights are applied at most once: use none")
+    smallest = c.groups_per_step % c.minibatch_groups or c.minibatch_groups
+    if smallest * c.min_group < c.learner.ranks:
+        _refuse("learner.ranks", c.learner.ranks, f"a minibatch may hold only {smallest * c.min_group} answers; use fewer "
+                "ranks or larger minibatches")
+    if c.learner.token_budget < s.max_new_tokens + 1:
+        _refuse("learner.token_budget", c.learner.token_budget,
+                f"one answer of sampling.max_new_tokens = {s.max_new_tokens} with its prompt does not fit")
+
+
+def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
+    """Totals of the run, and the refusals that need the inputs. Raises ConfigError."""
+    check(config)
+    prompt = facts.longest_prompt if facts else config.data.max_prompt_tokens
+    worst = GROUP_OVERHEAD_BYTES + BYTES_PER_TOKEN * (prompt + config.group_size * config.sampling.max_new_tokens)
+    group_bytes = worst // 2
+    model_bytes = facts.model_bytes if facts else 0
+    reserve = RESERVE_BYTES + 4 * (config.checkpoint.keep + 1) * model_bytes + (config.weights.keep + 1) * model_bytes
+    total = config.groups_per_step * config.total_steps
+    between = group_bytes * (config.groups_per_step * min(config.checkpoint.every, config.total_steps)
+                             + config.max_outstanding)
+    if config.storage.bytes_quota < reserve + between:
+        _refuse("storage.bytes_quota", config.storage.bytes_quota,
+                f"what lies between two checkpoints needs about {between} bytes beside a reserve of {reserve}: "
+                f"use at least {reserve + between}, or a smaller checkpoint.every")
+    if facts is not None:
+        _check_inputs(config, facts)
+    return Plan(
+        total_groups=total,
+        total_trajectories=total * config.group_size,
+        updates=config.total_steps * config.updates_per_step,
+        publications=config.total_steps // config.publish_every + 1,
+        staleness_limit=config.staleness.limit,
+        staleness_hard_max=config.staleness.effective_hard_max,
+        max_outstanding_groups=config.max_outstanding,
+        max_groups_in_flight=config.max_groups,
+        dataset_epochs=total / facts.rows if facts else None,
+        group_bytes=group_bytes,
+        reserve_bytes=reserve,
+        disk_bytes=reserve + group_bytes * total + 4096 * config.total_steps,
+        memory_bytes=model_bytes * (4 * config.learner.ranks + config.rollout.workers + 1),
+    )
+
+
+def _check_inputs(config: Config, facts: InputFacts) -> None:
+    if facts.rows == 0:
+        _refuse("data.train", config.data.train, "holds no prompts")
+    if config.data.epochs is not None and facts.rows * config.data.epochs < config.groups_per_step:
+        _refuse("groups_per_step", config.groups_per_step,
+                f"data.train has {facts.rows} rows and data.epochs is {config.data.epochs}: not one training step would be "
+                "full; use fewer groups per step, more epochs, or data.epochs=null")
+    longest = facts.longest_prompt + config.sampling.max_new_tokens
+    if longest > facts.context:
+        _refuse("sampling.max_new_tokens", config.sampling.max_new_tokens,
+                f"the longest prompt has {facts.longest_prompt} tokens and the model takes {facts.context} in all; use at "
+                f"most {facts.context - facts.longest_prompt}")
+    if longest > config.learner.token_budget:
+        _refuse("learner.token_budget", config.learner.token_budget,
+                f"the longest prompt with its answer has {longest} tokens; use at least that")
+
+
+def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
+    """The plan as rows for people: (what, value)."""
+    model = config.model.path if isinstance(config.model, LocalModel) else _tiny_words(config.model)
+    bound = f"{config.staleness.bound} ({config.staleness.policy} up to {plan.staleness_hard_max})"
+    passes = "" if plan.dataset_epochs is None else f", {plan.dataset_epochs:.2g} passes over the prompts"
+    return [
+        ("model", model),
+        ("training steps", f"{config.total_steps} x {config.groups_per_step} groups x {config.group_size} answers "
+                           f"= {plan.total_trajectories} answers{passes}"),
+        ("optimizer updates", f"{plan.updates} ({config.updates_per_step} a step)"),
+        ("publications", f"{plan.publications} (every {config.publish_every} steps)"),
+        ("staleness bound", f"{bound}; at most {plan.max_outstanding_groups} groups ahead"),
+        ("rollout", f"{config.rollout.workers} worker(s), engine {config.rollout.engine.type}, "
+                    f"{config.rollout.engine.slots} slots each"),
+        ("learner", f"{config.learner.ranks} rank(s), {config.learner.loss.name}, {config.learner.advantage.name}, "
+                    f"lr {config.learner.lr:g}"),
+        ("disk", f"about {_size(plan.disk_bytes)} of {_size(config.storage.bytes_quota)}"),
+        ("memory of weights", f"about {_size(plan.memory_bytes)}"),
+    ]
+
+
+def _tiny_words(model: TinyModel) -> str:
+    return f"tiny: {model.layers} layers, hidden {model.hidden}, {model.warmup_steps} warm-up steps"
+
+
+def _size(n: float) -> str:
+    power = min(3, int(math.log(max(n, 1), 1024)))
+    return f"{n / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB'][power]}"

@@ -1,0 +1,35 @@
+"""Step records: what training step k did. Written once by learner rank 0, before the step returns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.types import StepRecord, WeightVersion
+
+
+def put_record(run: RunDir, record: StepRecord) -> StepRecord:
+    """Write the record, or return the stored one, which wins.
+
+    A stored record with another weights digest is a divergence: the recomputed one goes to
+    `records/step-<k>.divergent-<a>.json` beside it.
+    """
+    if put_if_absent(run.record(record.step), to_json(asdict(record))):
+        return record
+    stored = read_record(run, record.step)
+    if stored.weights_digest != record.weights_digest:
+        put_if_absent(run.divergent_record(record.step, record.attempt), to_json(asdict(record)))
+    return stored
+
+
+def read_record(run: RunDir, step: int) -> StepRecord:
+    """Raises FileNotFoundError where step k has no record."""
+    payload = read_json(run.record(step))
+    payload.pop("format")
+    published = payload.pop("published")
+    return StepRecord(**payload, published=None if published is None else WeightVersion(**published))
+
+
+def recorded_steps(run: RunDir) -> list[int]:
+    """Steps with a record, ascending."""
+    return [k for k, _ in numbered(run.records, r"step-(\d{9})\.json")]

@@ -1,0 +1,359 @@
+"""The tree of a run directory (experience-store.md 3.1), and the one way names come into being in it.
+
+Only this module joins the paths. A name is created by `put_if_absent` (write aside, fsync, link, fsync of the
+directory): on every POSIX file system that passes `self_test`, exactly one of several writers wins and its bytes stand.
+`rename` is last-writer-wins and an O_EXCL write under the final name is torn by a kill: neither is ever used for a name
+that others decide by.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import BrokenFile, FormatTooNew, NoExclusiveCreate, RunIsAlive, StaleAttempt
+from rl_core.types import FORMAT
+
+SELF_TEST_THREADS = 8
+SELF_TEST_ROUNDS = 20
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def put_if_absent(path: Path, data: bytes, *, fsync: bool = True) -> bool:
+    """Create `path` with exactly these bytes, or leave what is there. Returns True for the one winner.
+
+    The bytes are complete and durable before the name exists. Parent directories are created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    fd = os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view):]
+            if fsync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        try:
+            os.link(tmp, path)
+        except FileExistsError:
+            return False
+    finally:
+        tmp.unlink(missing_ok=True)
+    if fsync:
+        fsync_dir(path.parent)
+    return True
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Last writer wins. Only for views that can be made again (status, service addresses), never for records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    tmp.write_bytes(data)
+    os.replace(tmp, path)
+
+
+def to_json(payload: dict[str, Any]) -> bytes:
+    """One JSON object with its format number, keys in the given order."""
+    return (json.dumps({"format": FORMAT, **payload}, allow_nan=True) + "\n").encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `to_json` wrote. Raises BrokenFile (named) or FormatTooNew; FileNotFoundError passes through."""
+    raw = path.read_bytes()
+    try:
+        payload = json.loads(raw)
+    except ValueError as error:
+        raise BrokenFile(f"{path}: not JSON ({error})") from error
+    if not isinstance(payload, dict) or "format" not in payload:
+        raise BrokenFile(f"{path}: not a Headway file (no `format`)")
+    if payload["format"] > FORMAT:
+        raise FormatTooNew(f"{path}: format {payload['format']} is newer than this Headway reads ({FORMAT}); upgrade")
+    return payload
+
+
+def self_test(directory: Path, *, rounds: int = SELF_TEST_ROUNDS) -> None:
+    """Prove that creating a name is exclusive here: 8 threads behind a barrier, one winner, its bytes stand.
+
+    Raises NoExclusiveCreate naming the directory and what happened.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    base = directory / f".self-test-{os.getpid()}-{secrets.token_hex(4)}"
+    base.mkdir()
+    barrier = threading.Barrier(SELF_TEST_THREADS)
+    wins: list[list[int]] = [[] for _ in range(rounds)]
+    failures: list[BaseException] = []
+
+    def race(me: int) -> None:
+        try:
+            for i in range(rounds):
+                barrier.wait(timeout=30)
+                if put_if_absent(base / f"name-{i}", b"%d" % me * 64, fsync=False):
+                    wins[i].append(me)
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=race, args=(n,), name=f"self-test-{n}") for n in range(SELF_TEST_THREADS)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        for error in failures:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise NoExclusiveCreate(f"{directory}: cannot create names by link ({error}); use a POSIX file system "
+                                        "with hard links for HEADWAY_HOME") from error
+        for i, winners in enumerate(wins):
+            stands = (base / f"name-{i}").read_bytes()
+            if len(winners) != 1 or stands != b"%d" % winners[0] * 64:
+                raise NoExclusiveCreate(f"{directory}: {len(winners)} of {SELF_TEST_THREADS} writers believe they created "
+                                        "one name; Headway cannot keep its promises on this file system")
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run. `RunDir(Path("runs/k")).claim(42)` -> `runs/k/ledger/learner/step-000000042.json`."""
+
+    root: Path
+
+    # -- identity
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def owner_lock(self) -> Path:
+        return self.root / "owner.lock"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    def attempt(self, a: int) -> Path:
+        return self.attempts / f"attempt-{a:06d}.json"
+
+    @property
+    def revisions(self) -> Path:
+        return self.root / "revisions"
+
+    # -- model and weights
+    @property
+    def model(self) -> Path:
+        """The initial model: a Hugging Face directory (config, tokenizer, safetensors)."""
+        return self.root / "model"
+
+    @property
+    def versions(self) -> Path:
+        return self.root / "versions"
+
+    def version(self, v: int) -> Path:
+        return self.versions / f"v-{v:08d}.json"
+
+    @property
+    def weights_root(self) -> Path:
+        """May be a link into shared memory."""
+        return self.root / "weights"
+
+    def weights(self, v: int) -> Path:
+        return self.weights_root / f"v-{v:08d}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, n: int) -> Path:
+        return self.checkpoints / f"n-{n:09d}"
+
+    # -- experience
+    @property
+    def streams(self) -> Path:
+        return self.root / "streams"
+
+    def stream(self, stream: str) -> Path:
+        return self.streams / stream
+
+    def shard(self, stream: str, seq: int) -> Path:
+        return self.streams / stream / f"{seq:08d}.arrow"
+
+    def stream_tmp(self, stream: str) -> Path:
+        return self.streams / stream / ".tmp"
+
+    def shard_tmp(self, stream: str, seq: int) -> Path:
+        """Where the shard is written before it has its name; the stream's incarnation (last 12 digits) is in the name."""
+        return self.stream_tmp(stream) / f"{stream[-12:]}-{seq:08d}"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    def quarantined(self, stream: str, seq: int) -> Path:
+        return self.quarantine / f"{stream}-{seq:08d}.json"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.root / "outcomes"
+
+    def outcome(self, group_id: str) -> Path:
+        return self.outcomes / f"{group_id}.json"
+
+    # -- ledger
+    def ledger(self, consumer: str = "learner") -> Path:
+        return self.root / "ledger" / consumer
+
+    def claim(self, step: int, consumer: str = "learner") -> Path:
+        return self.ledger(consumer) / f"step-{step:09d}.json"
+
+    def void(self, step: int, consumer: str = "learner") -> Path:
+        return self.ledger(consumer) / f"step-{step:09d}.void.json"
+
+    def drops(self, step: int, i: int, consumer: str = "learner") -> Path:
+        return self.ledger(consumer) / f"drops-{step:09d}-{i:06d}.json"
+
+    def end(self, revision: int, consumer: str = "learner") -> Path:
+        return self.ledger(consumer) / f"end-{revision:06d}.json"
+
+    # -- what was done
+    @property
+    def records(self) -> Path:
+        return self.root / "records"
+
+    def record(self, step: int) -> Path:
+        return self.records / f"step-{step:09d}.json"
+
+    def divergent_record(self, step: int, attempt: int) -> Path:
+        return self.records / f"step-{step:09d}.divergent-{attempt:06d}.json"
+
+    @property
+    def validations(self) -> Path:
+        return self.root / "validations"
+
+    def validation(self, step: int) -> Path:
+        return self.validations / f"step-{step:09d}.json"
+
+    @property
+    def observations(self) -> Path:
+        """What the owner saw of the rollout side beside each step; a lost one is lost to people only."""
+        return self.root / "observations"
+
+    def observation(self, step: int) -> Path:
+        return self.observations / f"step-{step:09d}.json"
+
+    @property
+    def pins(self) -> Path:
+        return self.root / "pins"
+
+    # -- views and logs, rebuildable
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def figures(self) -> Path:
+        return self.root / "figures"
+
+    @property
+    def services(self) -> Path:
+        """Addresses, pids and heartbeat of the private services of this run."""
+        return self.root / "services"
+
+    @property
+    def mlflow_run(self) -> Path:
+        return self.root / "mlflow-run.json"
+
+    @property
+    def status(self) -> Path:
+        """What the owner is doing; rewritten about twice a second."""
+        return self.root / "status.json"
+
+    @property
+    def result(self) -> Path:
+        """How the last attempt ended; rewritten by every attempt."""
+        return self.root / "result.json"
+
+
+def numbered(directory: Path, pattern: str) -> Iterator[tuple[int, Path]]:
+    """`(number, path)` of the files whose name matches `pattern` (one group of digits), in order of number."""
+    regex = re.compile(pattern)
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return
+    hits = [(int(hit.group(1)), directory / name) for name in names if (hit := regex.fullmatch(name))]
+    yield from sorted(hits)
+
+
+def newest_attempt(run: RunDir) -> int:
+    """The newest attempt's number; 0 before the first start."""
+    return max((a for a, _ in numbered(run.attempts, r"attempt-(\d{6})\.json")), default=0)
+
+
+def check_attempt(run: RunDir, attempt: int) -> None:
+    """Raises StaleAttempt if a newer start of the run's owner exists (fencing, experience-store.md 3.8)."""
+    newest = newest_attempt(run)
+    if newest > attempt:
+        raise StaleAttempt(f"{run.root}: attempt {attempt} is over, attempt {newest} owns the run")
+
+
+def boot_id() -> str:
+    """This boot of this machine: a pid of another boot says nothing. "unknown" where the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+class OwnerLock:
+    """flock on owner.lock while a run is owned, and the next attempt. Comfort, not safety: fencing is by attempts.
+
+    Raises RunIsAlive, naming the holder, if another live process has it.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        run.root.mkdir(parents=True, exist_ok=True)
+        self._run = run
+        self._fd = os.open(run.owner_lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._fd, 512, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            raise RunIsAlive(f"{run.root}: the run is alive, owned by {holder}; stop it first, or use another "
+                             "--run-key") from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def next_attempt(self, next_step: int, prefect_run_id: str | None) -> int:
+        """Write the next attempt file and return its number."""
+        while True:
+            a = newest_attempt(self._run) + 1
+            payload = {"attempt": a, "host": socket.gethostname(), "pid": os.getpid(), "boot_id": boot_id(),
+                       "prefect_run_id": prefect_run_id, "next_step": next_step, "ts_us": time.time_ns() // 1000}
+            if put_if_absent(self._run.attempt(a), to_json(payload)):
+                return a
+
+    def release(self) -> None:
+        os.close(self._fd)

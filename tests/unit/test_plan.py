@@ -1,0 +1,113 @@
+"""Config, overrides and plan: what is derived, and what is refused with which words."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from flows.presets import load_preset, preset_names
+from rl_core.config import Config, field_kinds
+from rl_core.errors import ConfigError
+from rl_core.plan import InputFacts, describe, differing, make_plan, merge, parse_overrides, resolve
+
+FACTS = InputFacts(rows=100, longest_prompt=20, mean_prompt=15.0, validation_rows=10, model_bytes=1_600_000,
+                   context=2048)
+
+REFUSED = {
+    "unknown key": (["learner.lrr=1"], "learner.lrr: no such setting; did you mean `learner.lr`?"),
+    "another system's key": (["actor.ppo_mini_batch_size=4"], "Headway calls it `learner.minibatch_groups`"),
+    "no equals sign": (["learner.lr"], "--set 'learner.lr': write a field and a value"),
+    "not a number": (["group_size=many"], "group_size: .*(got 'many')"),
+    "a part set to a value": (["learner=1", "learner.lr=1"], "`learner` is set to a value and to a part of it"),
+    "bad choice": (["staleness.policy=maybe"], "staleness.policy: .*'keep', 'mask', 'drop' or 'wait'.*(got 'maybe')"),
+    "negative": (["seed=-1"], r"seed: .*greater than or equal to 0 \(got -1\)"),
+    "infinite": (["learner.lr=.inf"], "learner.lr: .*finite"),
+    "reward without a name": (["reward=good"], "reward: write `exact`.*(got 'good')"),
+    "model without its path": (["model.type=local"], "model.path: Field required"),
+    "group of one": (["group_size=1"], r"group_size: a group of one has advantage 0.*\(got 1\)"),
+    "group that can never be whole": (["rollout.min_group=9"], r"rollout.min_group: no group of 8.*\(got 9\)"),
+    "minibatch over the claim": (["learner.minibatch_groups=17"], "learner.minibatch_groups: at most groups_per_step"),
+    "a bound that can deadlock": (["staleness.bound=4", "staleness.hard_max=2"], r"staleness.hard_max: .*\(got 2\)"),
+    "greedy training": (["sampling.temperature=0"], "sampling.temperature: greedy answers"),
+    "nucleus": (["sampling.top_p=0.9"], r"sampling.top_p: .*use 1.0 \(got 0.9\)"),
+    "log-linear without decoupled": (["learner.loss.proximal=loglinear"], "learner.loss.proximal: belongs to"),
+    "a second weight": (["learner.loss.name=decoupled_ppo", "learner.correction.weights=token_truncate"],
+                        "learner.correction.weights: decoupled_ppo has its own"),
+    "more ranks than answers": (["learner.ranks=500"], "learner.ranks: a minibatch may hold only"),
+    "an answer over the budget": (["learner.token_budget=8"], "learner.token_budget: one answer"),
+    "a quota below one retirement": (["storage.bytes_quota=1000"], r"storage.bytes_quota: .*use at least \d+"),
+    "more groups than rows": (["data.epochs=1", "groups_per_step=101"], "groups_per_step: data.train has 100 rows"),
+    "answer over the context": (["sampling.max_new_tokens=4000"], "sampling.max_new_tokens: .*at most 2028"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused_with_field_and_value(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(resolve(load_preset("tiny-cpu"), parse_overrides(overrides)), FACTS)
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_has_a_plan(preset: str) -> None:
+    config = resolve(load_preset(preset), {})
+    assert dict(describe(config, make_plan(config)))["training steps"]
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"--preset tinny: no such preset; there are .*tiny-cpu"):
+        load_preset("tinny")
+
+
+def test_derived_totals_follow_from_the_settings() -> None:
+    config = resolve(load_preset("tiny-cpu"), parse_overrides(
+        ["staleness.bound=0.5", "publish_every=4", "learner.passes=2", "learner.minibatch_groups=6"]))
+    plan = make_plan(config, FACTS)
+    assert config.admission_extra == 32  # floor(16 * 4 * 0.5)
+    assert plan.max_outstanding_groups == 96
+    assert plan.updates == 180 * 2 * 3
+    assert plan.publications == 46
+    assert (plan.staleness_limit, plan.staleness_hard_max) == (1, 2)
+    assert plan.total_trajectories == 180 * 16 * 8
+
+
+def test_the_bound_is_exact_decimal_text() -> None:
+    """floor(B K eta) in floating point was off by one in 6 % of a grid (experience-store.md 3.7)."""
+    config = Config(groups_per_step=100, staleness={"bound": "0.29"})
+    assert config.staleness.bound == Decimal("0.29")
+    assert config.admission_extra == 29  # int(100 * 0.29) in floats is 28
+
+
+def test_overrides_read_numbers_as_people_write_them() -> None:
+    assert parse_overrides(["learner.lr=1e-4", "data.epochs=null", "reward=./e.py:f", "validation.sampled=false"]) == {
+        "learner": {"lr": 1e-4}, "data": {"epochs": None}, "reward": "./e.py:f", "validation": {"sampled": False}}
+
+
+def test_a_part_whose_type_changes_is_replaced() -> None:
+    base = {"model": {"type": "tiny", "layers": 2}, "seed": 1}
+    assert merge(base, {"model": {"type": "local", "path": "m"}}) == {"model": {"type": "local", "path": "m"}, "seed": 1}
+    assert merge(base, {"model": {"layers": 3}}) == {"model": {"type": "tiny", "layers": 3}, "seed": 1}
+
+
+def test_every_field_has_a_kind_and_a_description() -> None:
+    kinds = field_kinds()
+    assert kinds["groups_per_step"] == kinds["publish_every"] == kinds["data.train"] == "identity"
+    assert kinds["learner.lr"] == kinds["staleness.bound"] == "training"
+    assert kinds["deadlines.claim_s"] == "operational"
+    assert kinds["learner.ranks"] == "environment"
+
+    def undescribed(node: dict, name: str) -> list[str]:
+        return [f"{name}.{key}" for key, field in node.get("properties", {}).items()
+                if not field.get("description") and "$ref" not in str(field) and key != "type"]
+
+    schema = Config.model_json_schema()
+    parts = [("Config", schema), *schema["$defs"].items()]
+    assert [miss for name, part in parts for miss in undescribed(part, name)] == []
+
+
+def test_differing_names_the_fields_of_one_kind() -> None:
+    one = resolve(load_preset("tiny-cpu"), {})
+    two = resolve(load_preset("tiny-cpu"), parse_overrides(["group_size=4", "learner.lr=1e-3", "deadlines.claim_s=9"]))
+    assert differing(one, two, "identity") == {"group_size": (8, 4)}
+    assert differing(one, two, "training") == {"learner.lr": (5e-4, 1e-3)}
+    assert differing(one, two, "operational") == {"deadlines.claim_s": (1800.0, 9.0)}
