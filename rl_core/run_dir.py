@@ -146,6 +146,11 @@ class RunDir:
         return self.root / "run.json"
 
     @property
+    def inputs(self) -> Path:
+        """Digests of model, tokenizer, chat template and data, as the first start found them."""
+        return self.root / "inputs.json"
+
+    @property
     def owner_lock(self) -> Path:
         return self.root / "owner.lock"
 
@@ -212,6 +217,10 @@ class RunDir:
 
     def quarantined(self, stream: str, seq: int) -> Path:
         return self.quarantine / f"{stream}-{seq:08d}.json"
+
+    def foreign(self, stream: str, name: str) -> Path:
+        """Report on a file among the shards that no writer of ours could have named."""
+        return self.quarantine / f"{stream}-foreign-{name}.json"
 
     @property
     def outcomes(self) -> Path:
@@ -324,6 +333,21 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
+
+
+def owner_is_alive(run: RunDir) -> bool:
+    """Whether a live process holds owner.lock now."""
+    try:
+        fd = os.open(run.owner_lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 class OwnerLock:

@@ -51,3 +51,16 @@ def open_identity(run: RunDir, run_key: str, preset: str, config: Config) -> Run
     stored = read_identity(run)
     check_same_run(run_key, stored.config, config)
     return stored
+
+
+def check_inputs(run: RunDir, digests: dict[str, str]) -> None:
+    """Digests of model, tokenizer, chat template and data: written by the first start, equal at every later one.
+
+    Raises ConfigError naming what changed under its path.
+    """
+    put_if_absent(run.inputs, to_json({"digests": digests}))
+    stored: dict[str, str] = read_json(run.inputs)["digests"]
+    changed = [name for name in digests if stored.get(name) != digests[name]]
+    if changed:
+        raise ConfigError(f"{run.root}: {', '.join(changed)} changed since the run began (by digest); a run trains on what "
+                          "it began with: put it back, or use another --run-key")

@@ -1,0 +1,97 @@
+# Headway: `make quickstart` and `make test` need Python 3.11 or newer, make, and nothing else.
+
+SHELL := /bin/sh
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+TORCH_RANGE := >=2.13,<2.15
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+LOCK := constraints/cpu.txt
+CONSTRAIN := $(if $(wildcard $(LOCK)),-c $(LOCK))
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# What is installed is named by what was asked for: another pyproject.toml or lock makes another stamp.
+ASKED := $(shell cat pyproject.toml $(wildcard $(LOCK)) | cksum | cut -d ' ' -f 1)
+RUN_STAMP := $(VENV)/.headway-$(ASKED)
+DEV_STAMP := $(VENV)/.headway-dev-$(ASKED)
+SET ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv dev quickstart test test-all lint bench lock clean
+
+help:
+	@echo 'make quickstart   install, then train a small model on this machine'
+	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
+	@echo 'make test-all     the slow ones too'
+	@echo 'make lint         ruff, import-linter, pyright'
+	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
+	@echo 'make lock         write $(LOCK) from the virtual environment'
+	@echo 'make clean        remove what the tools left; the virtual environment and runs stay'
+
+venv: $(RUN_STAMP)
+dev: $(DEV_STAMP)
+
+quickstart: $(RUN_STAMP)
+	@$(BIN)/headway train --preset tiny-cpu $(SET)
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+
+test-all: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+bench: $(DEV_STAMP)
+	@$(BIN)/python tests/benchmarks/run.py $(BENCH)
+
+# Versions only: no address of where a package came from, and no label of one build (torch 2.13.0+cpu).
+lock: $(DEV_STAMP)
+	@mkdir -p $(dir $(LOCK))
+	@{ echo '# Versions that work together. Written by `make lock`.'; \
+	   $(PIP) freeze --exclude-editable --exclude headway | sed -n -E 's/^([A-Za-z0-9._-]+==[^+ ]+)(\+[a-z0-9.]+)?$$/\1/p'; \
+	 } > $(LOCK).new
+	@mv $(LOCK).new $(LOCK)
+	@stamp=$$(cat pyproject.toml $(LOCK) | cksum | cut -d ' ' -f 1); \
+	touch $(VENV)/.headway-$$stamp && touch $(VENV)/.headway-dev-$$stamp
+	@echo "$(LOCK): $$(grep -c == $(LOCK)) packages"
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find flows tasks rl_core deployments tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n '$(PYTHON)' || { echo 'Headway needs Python 3.11 or newer: install it, or name it: make PYTHON=/path/to/python3'; exit 1; }
+	@echo 'virtual environment: $(VENV) ($(PYTHON))'
+	@$(PYTHON) -m venv $(VENV) || { rm -f $(BIN)/python; echo 'No virtual environment could be made. On Debian and Ubuntu: apt install python3-venv'; exit 1; }
+
+$(RUN_STAMP): | $(BIN)/python
+	$(take_torch)
+	@echo 'installing Headway with Prefect, Ray and MLflow: a few minutes, about 2 GB on disk'
+	@$(PIP) install -qq $(CONSTRAIN) -e .
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	@echo 'installing the tools that tests and checks need'
+	@$(PIP) install -qq $(CONSTRAIN) -e '.[dev]'
+	@touch $@
+
+# PyPI's torch for Linux is a CUDA build. Without an NVIDIA device, take a CPU build: a wheel that pip finds on this
+# machine (find-links), else PyTorch's CPU index; else PyPI's comes with the other packages, and the size is said.
+define take_torch
+@if $(PIP) show -q torch 2>/dev/null; then :; \
+elif [ "$$(uname -s)" != Linux ]; then :; \
+elif nvidia-smi -L >/dev/null 2>&1; then \
+	echo 'torch: the CUDA build, for the device of this machine (about 3 GB)'; \
+elif $(PIP) install -qq --no-index --no-deps $(CONSTRAIN) 'torch$(TORCH_RANGE)' >/dev/null 2>&1; then \
+	echo 'torch: a CPU build, from a local wheel'; \
+elif echo 'torch: asking for a CPU build (about 200 MB)' && $(PIP) install -qq --no-deps --timeout 15 --retries 1 $(CONSTRAIN) \
+		--index-url $(TORCH_CPU_INDEX) 'torch$(TORCH_RANGE)' >/dev/null 2>&1; then \
+	echo 'torch: a CPU build, from the CPU index of PyTorch'; \
+else \
+	echo 'torch: no CPU build within reach; about 3 GB will come (the CUDA build, which works without a device)'; \
+fi
+endef

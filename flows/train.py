@@ -1,0 +1,83 @@
+"""The `train` flow: set up, rollout beside training steps, validate and checkpoint, report.
+
+    prefect: train(run_key)
+      set-up                     owner lock, attempt, model, actors, restored learner, offered weights
+      continuous-rollout         one long task: the pump leases prompts, groups land as shards
+      train-step-0 .. n-1        claim k, train k, record k
+      validate-k, checkpoint-k   beside and between them
+      report                     figures, summary, artifacts
+
+A retry of the flow, a restart after a kill and a first start are one path: what is done is read from the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from prefect import flow, runtime
+from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelled, State
+
+from flows.presets import load_preset
+from rl_core.plan import resolve
+from tasks.checkpoint import checkpoint, checkpoint_due
+from tasks.report import publish_report
+from tasks.rollout import continuous_rollout
+from tasks.paths import new_run_key
+from tasks.session import Session, open_session, set_up
+from tasks.training import train_step
+from tasks.validation import validate_beside, validate_unfinished, validation_due, wait_for_validations
+
+
+def _flow_run_name() -> str:
+    parameters = runtime.flow_run.parameters
+    return parameters.get("run_key") or f"{parameters.get('preset')}"
+
+
+@flow(name="train", flow_run_name=_flow_run_name, log_prints=False, retries=0)
+def train(preset: str = "tiny-cpu", overrides: dict[str, Any] | None = None,
+          run_key: str | None = None) -> dict[str, Any] | State[Any]:
+    """Train one run to its end and return its summary.
+
+    preset: a name of deployments/presets, or the path of a YAML file.
+    overrides: settings on top of it, `{"learner": {"lr": 1e-4}}`.
+    run_key: names the run and its directory; the same key resumes the same run. None makes a new one.
+    """
+    config = resolve(load_preset(preset), overrides or {})
+    session = open_session(preset, config, run_key or new_run_key(preset))
+    try:
+        set_up(session)
+        train_steps(session)
+        return publish_report(session)
+    except (KeyboardInterrupt, TerminationSignal) as signal:
+        return Cancelled(message=session.cancelled(signal))
+    except BaseException as error:
+        session.failed(error)
+        raise
+    finally:
+        session.close()
+
+
+def train_steps(session: Session) -> None:
+    """The visible loop: rollout beside training, until the steps or the data end."""
+    session.rollout = continuous_rollout.submit(session)
+    validate_unfinished(session)
+    validate_beside(session, session.first_step)
+    for step in session.remaining_steps:
+        if train_step(session, step) is None:
+            break
+        done = step + 1
+        if validation_due(session, done):
+            validate_beside(session, done)
+        if checkpoint_due(session, done):
+            checkpoint(session, done)
+    session.end_rollout()
+    wait_for_validations(session)
+
+
+if __name__ == "__main__":
+    # Prefect reads its settings when it is imported, which has happened above; the command starts or finds the
+    # services first, so it needs a fresh process.
+    os.execv(sys.executable, [sys.executable, "-m", "flows.cli", "train", *sys.argv[1:]])

@@ -1,0 +1,185 @@
+"""Checkpoints: all that step n depends on beside its claim, whole or not there.
+
+`checkpoints/n-<n>/` is written aside (files, then a manifest with their digests) and renamed: n training steps are
+behind it. It holds parameters, optimizer state, and the bytes of version idx(n), which engines are offered after a
+restart (experience-store.md 3.8). No pickle: safetensors and JSON. Nothing is read that a digest does not cover.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from rl_core.errors import BrokenFile, CheckpointDamaged, WeightsDamaged
+from rl_core.run_dir import RunDir, check_attempt, fsync_dir, numbered, put_if_absent, read_json, to_json
+from rl_core.weights import read_tensors, write_tensors
+
+MANIFEST = "manifest.json"
+PARAMETERS = "parameters.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+VERSION = "version.safetensors"
+"""Bytes of version idx(n); absent where they are the parameters themselves."""
+CHUNK = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointState:
+    """Everything beside tensors."""
+
+    n: int
+    """Training steps behind it; the next step is n."""
+    revision: int
+    weights_digest: str
+    """Of the parameters."""
+    version_step: int
+    """Training steps behind the last scheduled publication: n - n % K."""
+    version_digest: str
+    skipped_in_a_row: int
+    """Non-finite updates at the end of step n - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint in memory, tensors on the host."""
+
+    state: CheckpointState
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    """`<what>/<parameter name>`; see Learner."""
+    version: dict[str, Tensor]
+    """Bytes of the last scheduled publication; the parameters themselves where n is scheduled."""
+
+
+def file_digest(path: Path) -> str:
+    """xxh3_128 of a file's bytes."""
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def write_checkpoint(run: RunDir, state: CheckpointState, *, parameters: Mapping[str, Tensor],
+                     optimizer: Mapping[str, Tensor], version: Mapping[str, Tensor] | None, attempt: int, keep: int,
+                     fsync: bool = True) -> Path:
+    """Write checkpoint n aside, manifest last, and rename it into place; keep the newest `keep`.
+
+    `version` None: the last scheduled publication is the parameters. A checkpoint n that is whole already stands (one
+    history: it holds the same); one that is not is replaced. Raises StaleAttempt if a newer attempt owns the run.
+    """
+    check_attempt(run, attempt)
+    final = run.checkpoint(state.n)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    aside.mkdir()
+    try:
+        files = {PARAMETERS: parameters, OPTIMIZER: optimizer} | ({} if version is None else {VERSION: version})
+        for name, tensors in files.items():
+            write_tensors(aside / name, tensors, fsync=fsync)
+        manifest = asdict(state) | {"files": {name: {"xxh3_128": file_digest(aside / name),
+                                                     "bytes": (aside / name).stat().st_size} for name in files}}
+        put_if_absent(aside / MANIFEST, to_json(manifest), fsync=fsync)
+        _place(aside, final)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if fsync:
+        fsync_dir(final.parent)
+    prune_checkpoints(run, keep)
+    return final
+
+
+def _place(aside: Path, final: Path) -> None:
+    try:
+        os.rename(aside, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if is_whole(final):
+            return
+        broken = final.with_name(f".{final.name}.broken-{secrets.token_hex(6)}.tmp")
+        os.rename(final, broken)
+        os.rename(aside, final)
+        shutil.rmtree(broken, ignore_errors=True)
+
+
+def _ensure_whole(directory: Path) -> dict[str, Any]:
+    """The manifest, once every file it names matches. Raises CheckpointDamaged naming the file."""
+    try:
+        manifest = read_json(directory / MANIFEST)
+        for name, expected in manifest["files"].items():
+            path = directory / name
+            if path.stat().st_size != expected["bytes"] or file_digest(path) != expected["xxh3_128"]:
+                raise CheckpointDamaged(f"{path}: does not match the checkpoint's manifest")
+    except (OSError, BrokenFile, KeyError) as error:
+        if isinstance(error, CheckpointDamaged):
+            raise
+        raise CheckpointDamaged(f"{directory}: {error}") from error
+    return manifest
+
+
+def is_whole(directory: Path) -> bool:
+    try:
+        _ensure_whole(directory)
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def read_checkpoint(run: RunDir, n: int) -> Checkpoint:
+    """Raises CheckpointDamaged."""
+    directory = run.checkpoint(n)
+    manifest = _ensure_whole(directory)
+    files = manifest.pop("files")
+    manifest.pop("format")
+    try:
+        parameters, optimizer = read_tensors(directory / PARAMETERS), read_tensors(directory / OPTIMIZER)
+        version = read_tensors(directory / VERSION) if VERSION in files else parameters
+        return Checkpoint(CheckpointState(**manifest), parameters, optimizer, version)
+    except (WeightsDamaged, TypeError) as error:
+        raise CheckpointDamaged(f"{directory}: {error}") from error
+
+
+def checkpoints(run: RunDir) -> list[int]:
+    """The n of every checkpoint directory, ascending, whole or not."""
+    return [n for n, _ in numbered(run.checkpoints, r"n-(\d{9})")]
+
+
+def newest_whole(run: RunDir) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None before the first one.
+
+    Raises CheckpointDamaged (naming the newest one's damage) if there are some and none is whole.
+    """
+    first: CheckpointDamaged | None = None
+    for n in reversed(checkpoints(run)):
+        try:
+            return read_checkpoint(run, n)
+        except CheckpointDamaged as error:
+            first = first or error
+    if first is not None:
+        raise CheckpointDamaged(f"{run.checkpoints}: no checkpoint is whole; the newest: {first}") from first
+    return None
+
+
+def prune_checkpoints(run: RunDir, keep: int) -> list[int]:
+    """Remove all but the newest `keep` (>= 1). Returns what went."""
+    gone = checkpoints(run)[:-keep]
+    for n in gone:
+        aside = run.checkpoint(n).with_name(f".n-{n:09d}.{secrets.token_hex(6)}.tmp")
+        os.rename(run.checkpoint(n), aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    return gone
+
+
+def sweep_aside(directory: Path) -> None:
+    """Remove what dead attempts left half-written beside checkpoints or weights. For the owner, at a start."""
+    for path in directory.glob(".*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""What beside claim and state the bits of a training step depend on (docs/experience-store.md 3.10).
+
+Two records with one `env_digest` are bit-identical replays of each other; otherwise the fields that differ say why only
+a tolerance can be asked for.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+import xxhash
+
+from rl_core.config import Config
+
+
+@cache
+def cpu_model() -> str:
+    """Name of the processor, `unknown` where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+@cache
+def source_commit() -> str:
+    """Commit of the source tree this package is imported from, with `+` if it was changed; `unknown` outside git."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10,
+                              check=True).stdout.strip()
+        changed = subprocess.run(["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "."],
+                                 capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head + ("+" if changed else "")
+
+
+def environment(config: Config, ranks: int) -> dict[str, str]:
+    """Fields of the environment by name, and `env_digest` over all of them."""
+    learner = config.learner
+    device = learner.device if learner.device == "cpu" else f"cuda {torch.cuda.get_device_name()}"
+    backends = cast(Any, torch.backends)
+    fields = {
+        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "mkl": str(backends.mkl.is_available()), "onednn": str(backends.mkldnn.is_available()),
+        "blas": _blas(), "cpu": cpu_model(), "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()), "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "dtype": learner.dtype, "attention": "packed sdpa", "ranks": str(ranks), "device": device,
+        "token_budget": str(learner.token_budget), "logits_chunk": str(learner.logits_chunk), "commit": source_commit(),
+    }
+    text = "\n".join(f"{name}={fields[name]}" for name in sorted(fields))
+    return {"env_digest": xxhash.xxh3_128_hexdigest(text.encode()), **fields}
+
+
+def differing_fields(before: dict[str, str], now: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Fields of two environments that differ: name -> (before, now). Empty: bit-identity may be asked for."""
+    return {name: (before.get(name, "absent"), now.get(name, "absent"))
+            for name in sorted({*before, *now} - {"env_digest"}) if before.get(name) != now.get(name)}
+
+
+@cache
+def _blas() -> str:
+    """MKL and oneDNN versions as torch was built with them."""
+    lines = torch.__config__.show().splitlines()  # pyright: ignore[reportUnknownMemberType]
+    wanted = ("Math Kernel Library", "MKL-DNN", "oneDNN", "OpenBLAS")
+    return "; ".join(line.strip(" -") for line in lines if any(word in line for word in wanted)) or "unknown"

@@ -1,0 +1,583 @@
+"""Experience: all that is known of a run's groups, under one Condition, for the flow (claims) and the pump (leases).
+
+All of it is rebuilt from the run directory and from what live workers say; nothing is carried that a restart resets.
+Whoever changes something notifies `changed`; whoever waits, waits on it:
+
+| loop | consumes | waits for | unblocked by |
+| --- | --- | --- | --- |
+| `claim(step)`, training side | usable groups | `groups_per_step` of them | a verified shard, the end, `fail` |
+| the pump, rollout side | positions | capacity | a claim, a served version, an ended lease |
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.config import Config
+from rl_core.errors import DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent
+from rl_core.experience import admission
+from rl_core.experience.admission import AdmissionState
+from rl_core.experience.discovery import Discovery
+from rl_core.experience.health import Health
+from rl_core.experience.index import Index, group_key, group_keys
+from rl_core.experience.leases import LeaseBook, Leased
+from rl_core.experience.ledger import (
+    CONSUMER,
+    EndOfData,
+    claimed_steps,
+    drop_files,
+    group_ids_digest,
+    put_claim,
+    put_drops,
+    put_end,
+    read_claim,
+    read_drops,
+    read_end,
+    segments_of,
+)
+from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
+from rl_core.experience.positions import Positions, Slot
+from rl_core.experience.shards import ShardInfo
+from rl_core.experience.staleness import DROP_REASONS, LEASED_AGAIN, STALE, judge, rule_of
+from rl_core.run_dir import RunDir, check_attempt, numbered
+from rl_core.types import Claim, Drop, Landed, Outcome, OutcomeKind, group_id, parse_group_id
+from rl_core.versions import read_versions
+
+POLL_S = 0.5
+"""A claim that waits looks at its deadlines this often, and lists the streams itself while no pump does."""
+RESERVE_BYTES = 64 * 2**20
+
+EndOrClaim = Claim | EndOfData
+
+
+class Experience:
+    """Thread-safe. One per start of the run's owner."""
+
+    def __init__(self, run: RunDir, config: Config, attempt: int, revision: int = 0, *, consumer: str = CONSUMER,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """Reads the ledger and the outcomes; shards are found by the first `discover`.
+
+        Raises BrokenFile where the ledger has a gap, ValueError for a policy that cannot work.
+        """
+        self.run, self.config, self.attempt, self.revision, self.consumer = run, config, attempt, revision, consumer
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.index = Index(rule_of(config))
+        self.positions = Positions()
+        self.leases = LeaseBook(attempt)
+        self.next_step = 0
+        """First step without a claim."""
+        self._clock = clock
+        self._health = Health(config, clock)
+        self._listing = threading.Lock()
+        self._listed = False
+        self._failure: BaseException | None = None
+        self._prompt_idx: Callable[[int, int], int] | None = None
+        self._final: set[int] = set()
+        self._outcomes_seen: set[str] = set()
+        self._idx_of_version: dict[int, int] = {}
+        self._hold: tuple[int, float] | None = None
+        self._reserve = RESERVE_BYTES
+        self.discovery = Discovery(run, claimed_rows=self._load_claims())
+        for path in drop_files(run, consumer):
+            self._note_dropped(read_drops(path))
+        self._read_outcomes(live=False)
+
+    # -- loading
+
+    def _load_claims(self) -> dict[tuple[str, int], int]:
+        """All claims at once; returns the claimed rows by shard."""
+        rows: dict[tuple[str, int], int] = {}
+        groups: list[NDArray[np.int64]] = []
+        for step in claimed_steps(self.run, self.consumer):
+            claim = read_claim(self.run, step, self.consumer)
+            groups.append(_groups_array(claim))
+            for s in segments_of(claim.groups):
+                rows[s.stream, s.seq] = rows.get((s.stream, s.seq), 0) + s.hi - s.lo
+            self._note_dropped(claim.dropped)
+            self.next_step = step + 1
+        if groups:
+            self._note_claimed(np.concatenate(groups))
+        return rows
+
+    def _note_claimed(self, groups_G4: NDArray[np.int64]) -> None:
+        """Columns dataset_epoch, position, try, prompt_idx."""
+        epoch, position, try_no, prompt_idx = groups_G4.T
+        self.positions.known_array(epoch.astype(np.int32), position)
+        self.index.add_claimed(group_keys(epoch, prompt_idx, try_no))
+
+    def _read_outcomes(self, *, live: bool) -> bool:
+        """Outcomes that were not known. True if there were any."""
+        fresh = [name for name in outcome_ids(self.run) if name not in self._outcomes_seen]
+        for name in fresh:
+            self._note_outcome(read_outcome(self.run, name), live=live)
+        return bool(fresh)
+
+    def _note_outcome(self, outcome: Outcome, *, live: bool) -> bool:
+        if outcome.group_id in self._outcomes_seen:
+            return False
+        self._outcomes_seen.add(outcome.group_id)
+        self.leases.end(outcome.group_id)
+        slot = Slot(dataset_epoch=outcome.dataset_epoch, position=outcome.position, try_no=outcome.try_no)
+        key = group_key(outcome.group_id)
+        if key not in self.index.claimed and not self.index.waits(key):
+            if outcome.kind != "failed":
+                self._final.add(key)
+            self.index.add_ended([key])
+            self._note_ended(slot, key)
+        if live:
+            try:
+                self._health.failed(outcome)
+            except FailureBudgetSpent as error:
+                self.fail(error)
+        return True
+
+    def _note_dropped(self, drops: Sequence[Drop]) -> None:
+        """Where the row of a drop is not known (yet), its position follows when the row is found."""
+        keys = [group_key(drop.group_id) for drop in drops]
+        for drop, key in zip(drops, keys, strict=True):
+            if drop.reason not in LEASED_AGAIN:
+                self._final.add(key)
+            if (slot := self.index.slot_of(key)) is not None:
+                self._note_ended(slot, key)
+        self.index.add_ended(keys)
+
+    def _note_ended(self, slot: Slot, key: int) -> None:
+        if key in self._final:
+            self.positions.finished(slot)
+        else:
+            self.positions.ended(slot)
+
+    def _settle(self) -> None:
+        """After news: record positions that used up their tries as given up, and wake everybody.
+
+        The outcome `given_up` stands under the id of the try that is not made, so that it never hides another one.
+        """
+        if self._prompt_idx is not None and self._listed:
+            for slot in self.positions.over(self.config.failure.max_tries):
+                prompt_idx = self._prompt_idx(slot.dataset_epoch, slot.position)
+                self._put_outcome(slot, group_id(slot.dataset_epoch, prompt_idx, slot.try_no), "given_up", "max_tries",
+                                  f"{slot.try_no} tries (failure.max_tries {self.config.failure.max_tries})")
+        self.changed.notify_all()
+
+    def _put_outcome(self, slot: Slot, name: str, kind: OutcomeKind, reason: str, error: str) -> None:
+        outcome = Outcome(group_id=name, kind=kind, reason=reason, error=error, try_no=slot.try_no,
+                          position=slot.position, dataset_epoch=slot.dataset_epoch)
+        put_outcome(self.run, outcome)
+        self._note_outcome(outcome, live=True)
+
+    # -- discovery
+
+    def discover(self, hints: Sequence[Landed] = (), *, full: bool = False) -> int:
+        """Find, verify and index new shards and outcomes. Returns the number of new shards.
+
+        With hints only the streams they name are looked at. Without, leases that their live worker does not name any
+        more, and that are not found now, have failed. Verification runs outside the lock.
+        """
+        with self._listing:
+            full = full or not self._listed
+            with self.changed:
+                missing = [] if hints else self.leases.missing()
+            found = self.discovery.new(hints, full=full)
+            for ref in found:
+                if (info := self.discovery.read(ref)) is not None:
+                    self._add_shard(info)
+            if full:
+                self._reserve = _reserve_bytes(self.run)
+            with self.changed:
+                self._listed = True
+                news = not hints and self._read_outcomes(live=True)
+                for name in missing:
+                    self._end_missing(name)
+                if found or news or missing or full:
+                    self._settle()
+            return len(found)
+
+    def _add_shard(self, info: ShardInfo) -> None:
+        with self.changed:
+            rows, waits_G = self.index.add_shard(info)
+            verdict_G = judge(self.config.idx(self.next_step), self.index.rule, idx_min_G=rows.idx_min,
+                              idx_max_G=rows.idx_max, n_responses_G=rows.n_responses, spread_G=rows.spread)
+            for i, name in enumerate(info.group_id):
+                slot = Slot(dataset_epoch=int(rows.dataset_epoch[i]), position=int(rows.position[i]),
+                            try_no=int(rows.try_no[i]))
+                self.leases.end(name)
+                self.positions.known(slot)
+                key = int(rows.key[i])
+                if key in self.index.ended and key not in self.index.claimed:
+                    self._note_ended(slot, key)
+            self._health.verified((verdict_G[waits_G] < STALE).tolist())
+            self._settle()
+
+    # -- training side
+
+    def claim(self, step: int, deadline_s: float) -> EndOrClaim:
+        """The claim of step k: the one that exists, or a new one as soon as `groups_per_step` usable groups wait.
+
+        Raises DeadlinePassed with the stall report, StalenessStarvation, NothingToTrainOn, DiskQuotaTooSmall,
+        StaleAttempt, or what `fail` was given. ValueError for a step whose predecessor has no claim.
+        """
+        check_attempt(self.run, self.attempt)
+        start = self._clock()
+        while (answer := self.poll(step, self._clock() - start)) is None:
+            waited = self._clock() - start
+            if waited >= deadline_s:
+                raise DeadlinePassed(f"claim of step {step}: waited {waited:.0f} s (deadlines.claim_s). "
+                                     + self.stall_report(step))
+            if not self.pumped:
+                self.discover()
+            with self.changed:
+                if (claim := self.try_claim(step)) is not None:
+                    return claim
+                self.changed.wait(min(POLL_S, deadline_s - waited))
+        return answer
+
+    def poll(self, step: int, waited_s: float) -> EndOrClaim | None:
+        """One look of a claim that has waited for `waited_s` so far: the claim, the end, or None = wait on."""
+        if not self._listed:
+            self.discover(full=True)
+        with self.changed:
+            if (claim := self.try_claim(step)) is not None:
+                return claim
+            if (end := self._ended(step)) is not None:
+                return end
+            self._health.check(self._unusable_text())
+            if waited_s >= self.config.staleness.drops_after_s and self._record_drops(step):
+                return None
+            self._check_disk(step)
+            if not self._source_ended():
+                return None
+        self.discover(full=True)
+        with self.changed:
+            if self._record_drops(step) or not self._source_ended() or self._enough(step):
+                return None
+            return self._put_end(step, "data")
+
+    def try_claim(self, step: int) -> Claim | None:
+        """The claim of step k if it exists or can be made now; never waits."""
+        with self.changed:
+            if self._failure is not None:
+                raise self._failure
+            self._adopt_claims()
+            if step < self.next_step:
+                return read_claim(self.run, step, self.consumer)
+            if step > self.next_step:
+                raise ValueError(f"step {step} cannot be claimed before step {self.next_step} is")
+            if step >= self.config.total_steps or not self._enough(step) or self._held(step):
+                return None
+            return self._make_claim(step)
+
+    def _make_claim(self, step: int) -> Claim:
+        idx, config = self.config.idx(step), self.config
+        selection = self.index.select(idx, config.groups_per_step, self._versions())
+        assert selection is not None
+        claim = put_claim(self.run, Claim(
+            step=step, idx=idx, attempt=self.attempt, consumer=self.consumer, eta=str(config.staleness.bound),
+            hard_max=config.staleness.effective_hard_max, policy=config.staleness.policy, groups=selection.groups,
+            group_ids_digest=group_ids_digest(g.group_id for g in selection.groups),
+            shard_digests=selection.shard_digests, masked=selection.masked, dropped=selection.dropped,
+            revision=self.revision, ts_us=time.time_ns() // 1000), fsync=config.storage.fsync)
+        self._apply_claim(claim)
+        return claim
+
+    def _adopt_claims(self) -> None:
+        """Claims that another attempt has made since: whoever made it, it is the claim."""
+        while self.run.claim(self.next_step, self.consumer).exists():
+            check_attempt(self.run, self.attempt)
+            self._apply_claim(read_claim(self.run, self.next_step, self.consumer))
+
+    def _apply_claim(self, claim: Claim) -> None:
+        self._note_dropped(claim.dropped)
+        self._note_claimed(_groups_array(claim))
+        self.next_step = claim.step + 1
+        self._hold = None
+        self._health.judged(len(claim.groups), claim.dropped)
+        self._settle()
+
+    def _record_drops(self, step: int) -> bool:
+        """Write what no claim will take any more. True if there was something."""
+        drops = self.index.drops(self.config.idx(step))
+        if drops:
+            put_drops(self.run, step, drops, attempt=self.attempt, consumer=self.consumer,
+                      fsync=self.config.storage.fsync)
+            self._note_dropped(drops)
+            self._health.judged(0, drops)
+            self._settle()
+        return bool(drops)
+
+    def _versions(self) -> dict[int, int]:
+        """Publication index by version id; read only where tokens are masked by age."""
+        if self.index.rule.policy == "mask" and len(self._idx_of_version) < sum(
+                1 for _ in numbered(self.run.versions, r"v-(\d{8})\.json")):
+            self._idx_of_version = {v: version.idx for v, version in read_versions(self.run).items()}
+        return self._idx_of_version
+
+    def _enough(self, step: int) -> bool:
+        return self.index.usable(self.config.idx(step)) >= self.config.groups_per_step
+
+    def _held(self, step: int) -> bool:
+        """Policy `wait`: a group in flight would be over the limit one step later; in the end it is cancelled."""
+        if self.index.rule.policy != "wait":
+            return False
+        late = [lease for lease in self.leases.by_id.values()
+                if self.config.idx(step + 1) - lease.idx_dispatch > self.index.rule.limit]
+        if not late:
+            self._hold = None
+        elif self._hold is None or self._hold[0] != step:
+            self._hold = (step, self._clock())
+        elif self._clock() - self._hold[1] >= self.config.staleness.wait_deadline_s:
+            for lease in late:
+                lease.cancel = True
+            self.changed.notify_all()
+        return bool(late)
+
+    # -- ends
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait with this error; the first one stands."""
+        with self.changed:
+            if self._failure is None:
+                self._failure = error
+            self.changed.notify_all()
+
+    def wake(self) -> None:
+        """Something outside changed (a version was published): everybody looks again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def _ended(self, step: int) -> EndOfData | None:
+        if step >= self.config.total_steps:
+            return self._put_end(step, "steps")
+        stored = read_end(self.run, self.revision, self.consumer)
+        return stored if stored is not None and stored.step == step else None
+
+    def _put_end(self, step: int, reason: Literal["data", "steps"]) -> EndOfData:
+        end = EndOfData(step=step, reason=reason, left_over=self.index.usable(self.config.idx(step)))
+        return put_end(self.run, end, revision=self.revision, attempt=self.attempt, consumer=self.consumer)
+
+    def _source_ended(self) -> bool:
+        """No position is unleased, no try waits, F is known and 0."""
+        return self.leases.known and not len(self.leases) and self.positions.exhausted
+
+    def _check_disk(self, step: int) -> None:
+        """The byte term alone stops admission, nothing is in flight and a claim is not full: nothing can free bytes."""
+        if not self.leases.known or len(self.leases) or self._enough(step) or self.positions.exhausted:
+            return
+        state = self.admission(max(self.leases.served.values(), default=-1))
+        if admission.terms(state)["disk"] < 1 and not self._record_drops(step):
+            raise DiskQuotaTooSmall(
+                f"storage.bytes_quota is {state.bytes_quota}: {state.landed_bytes} bytes of shards and a reserve of "
+                f"{state.reserve} leave no room for a group of {state.group_bytes}, and {state.landed} of "
+                f"{state.groups_per_step} groups wait; raise storage.bytes_quota")
+
+    # -- rollout side
+
+    def attach(self, n_prompts: int, prompt_idx: Callable[[int, int], int]) -> None:
+        """A pump starts. `prompt_idx(dataset_epoch, position)` is the order of the prompts.
+
+        F is unknown, and nothing is leased, until `leases_known`.
+        """
+        with self.changed:
+            self.positions.open(n_prompts, self.config.data.epochs)
+            self._prompt_idx = prompt_idx
+            self.leases.known = False
+            self.leases.served.clear()
+            for lease in list(self.leases.by_id.values()):
+                self.leases.lose(lease.group_id)
+                self.positions.lost(lease.slot)
+
+    def detach(self) -> None:
+        """The pump has stopped; what its workers still land is found by listing."""
+        with self.changed:
+            self._prompt_idx = None
+            self.leases.known = False
+            self.changed.notify_all()
+
+    @property
+    def pumped(self) -> bool:
+        return self._prompt_idx is not None
+
+    def adopt(self, worker: str, name: str, idx_dispatch: int) -> bool:
+        """Count a group that a live worker has in flight as leased to it.
+
+        False if no claim will take it (claimed, dropped, given up, landed, a later try known): it is to be cancelled.
+        """
+        epoch, prompt_idx, try_no = parse_group_id(name)
+        key = group_key(name)
+        with self.changed:
+            assert self._prompt_idx is not None
+            done = key in self.index.claimed or key in self.index.ended or self.index.waits(key)
+            if done or name in self.leases.by_id:
+                return False
+            for position in self.positions.candidates(epoch, try_no):
+                if self._prompt_idx(epoch, position) == prompt_idx:
+                    slot = Slot(dataset_epoch=epoch, position=position, try_no=try_no)
+                    self.positions.known(slot)
+                    self.leases.add(name, slot, worker, idx_dispatch=idx_dispatch, sent_at=self._clock())
+                    return True
+            return False
+
+    def leases_known(self) -> None:
+        """Every live worker was asked and all streams were listed since: F is known, capacity opens."""
+        with self.changed:
+            self.leases.known = True
+            self._settle()
+
+    def serves(self, worker: str, idx: int) -> None:
+        """A live worker has acknowledged this publication index; -1 = it serves nothing yet."""
+        with self.changed:
+            self.leases.served[worker] = idx
+            self.changed.notify_all()
+
+    def grant(self, workers: Sequence[str]) -> list[Leased]:
+        """Lease as many positions as capacity lets, each to the least loaded of these workers that has room."""
+        with self.changed:
+            if self._prompt_idx is None or not self.leases.known:
+                return []
+            room = {w: admission.capacity(self.admission(self.leases.served.get(w, -1))) for w in workers}
+            load = {w: len(self.leases.of(w)) for w in workers}
+            granted: list[Leased] = []
+            while (able := [w for w in workers if room[w] > 0]) and (slot := self.positions.take()) is not None:
+                worker = min(able, key=lambda w: (load[w], w))
+                name = group_id(slot.dataset_epoch, self._prompt_idx(slot.dataset_epoch, slot.position), slot.try_no)
+                granted.append(self.leases.add(name, slot, worker, idx_dispatch=self.leases.served[worker]))
+                load[worker] += 1
+                room = {w: n - 1 for w, n in room.items()}  # every term of the formula falls by one with F
+            return granted
+
+    def outcome(self, outcome: Outcome) -> bool:
+        """A worker says that a group ended without a row. True if that is news. A landed row counts more."""
+        with self.changed:
+            if news := self._note_outcome(outcome, live=True):
+                self._settle()
+            return news
+
+    def cancelled(self, name: str) -> None:
+        """A worker has cancelled a group. By policy `wait` it is dropped as `wait_timeout`; else it is leased again."""
+        with self.changed:
+            if (lease := self.leases.by_id.get(name)) is None:
+                return
+            if lease.cancel:
+                self._put_outcome(lease.slot, name, "failed", "wait_timeout",
+                                  f"in flight since publication {lease.idx_dispatch}, held a claim for "
+                                  f"{self.config.staleness.wait_deadline_s:g} s")
+            else:
+                self._lose(name)
+            self._settle()
+
+    def worker_ended(self, worker: str) -> None:
+        """The worker is dead (killed first) and its stream was listed since: what it had in flight is leased again."""
+        with self.changed:
+            self.leases.served.pop(worker, None)
+            for lease in self.leases.of(worker):
+                self._lose(lease.group_id)
+            self._settle()
+
+    def _lose(self, name: str) -> None:
+        """A lease that left no trace: the same try is leased again, at most `max_leases` times, then it is poison."""
+        if (lease := self.leases.by_id.get(name)) is None:
+            return
+        if (times := self.leases.lose(name)) < self.config.failure.max_leases:
+            self.positions.lost(lease.slot)
+        else:
+            self._put_outcome(lease.slot, name, "poison", "max_leases",
+                              f"{times} workers died with this group in flight, or lost it")
+
+    def _end_missing(self, name: str) -> None:
+        """A live worker neither has the group in flight, nor landed it in a shard that can be read: another try."""
+        if (lease := self.leases.by_id.get(name)) is not None:
+            self._put_outcome(lease.slot, name, "failed", "lost",
+                              f"{lease.worker} does not name it any more, and no readable shard holds it")
+
+    # -- views
+
+    @property
+    def L(self) -> int:
+        """Usable groups that wait, at the next unclaimed step."""
+        return self.index.usable(self.config.idx(self.next_step))
+
+    @property
+    def F(self) -> int:
+        """Groups in flight."""
+        return len(self.leases)
+
+    def admission(self, served_idx: int) -> AdmissionState:
+        """The state behind the capacity of a worker that serves this publication index."""
+        config, found = self.config, self.discovery
+        worst = admission.worst_group_bytes(
+            group_size=config.group_size, max_prompt_tokens=config.data.max_prompt_tokens,
+            max_new_tokens=config.sampling.max_new_tokens)
+        with self.changed:
+            return AdmissionState(
+                groups_per_step=config.groups_per_step, publish_every=config.publish_every,
+                extra=config.admission_extra, total_steps=config.total_steps, max_groups=config.max_groups,
+                step=self.next_step, served_idx=served_idx, landed=self.L, leased=self.F,
+                bytes_quota=config.storage.bytes_quota, reserve=self._reserve, landed_bytes=found.landed_bytes,
+                group_bytes=admission.bytes_per_group(
+                    landed_groups=found.landed_groups, landed_bytes=found.landed_bytes, worst_case=worst,
+                    groups_per_step=config.groups_per_step))
+
+    def stall_report(self, step: int | None = None) -> str:
+        """Which side starves whom, in one paragraph for people."""
+        with self.changed:
+            step = self.next_step if step is None else step
+            have, unusable = self.index.usable(self.config.idx(step)), self._unusable_text()
+            lines = [f"Step {step} needs {self.config.groups_per_step} usable groups: {have} landed, {self.F} in flight"
+                     + (f", landed but unusable: {unusable}." if unusable else ".")]
+            if self._hold is not None:
+                lines.append("Held by staleness.policy wait: a group in flight would be over the limit one step later.")
+            if not self.pumped:
+                return " ".join([*lines, "No pump is running."])
+            if not self.leases.known:
+                return " ".join([*lines, "Waiting for the live workers to say what they have in flight."])
+            for worker, idx in sorted(self.leases.served.items()):
+                lines.append(f"{worker} serves publication {idx} with {len(self.leases.of(worker))} groups in flight; "
+                             f"{admission.explain(self.admission(idx))}.")
+            if not self.leases.served:
+                lines.append("No rollout worker is alive.")
+            if self.positions.exhausted:
+                lines.append("No prompt is left to lease.")
+            return " ".join(lines)
+
+    def _unusable_text(self) -> str:
+        verdict_G = self.index.verdicts(self.config.idx(self.next_step))
+        named = {name: int(np.count_nonzero(verdict_G == code)) for code, name in DROP_REASONS.items()}
+        return ", ".join(f"{n} {name}" for name, n in named.items() if n)
+
+
+def _groups_array(claim: Claim) -> NDArray[np.int64]:
+    """Columns dataset_epoch, position, try, prompt_idx [G, 4]."""
+    rows = [(g.dataset_epoch, g.position, g.try_no, g.prompt_idx) for g in claim.groups]
+    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def _reserve_bytes(run: RunDir) -> int:
+    """One checkpoint + one version + 64 MiB; a checkpoint that is not there yet is reckoned as three versions."""
+    weights = [_dir_bytes(path) for _, path in list(numbered(run.weights_root, r"v-(\d{8})"))[-1:]]
+    checkpoints = [_dir_bytes(path) for _, path in list(numbered(run.checkpoints, r"n-(\d{9})"))[-1:]]
+    version = sum(weights)
+    return (sum(checkpoints) or 3 * version) + version + RESERVE_BYTES
+
+
+def _dir_bytes(directory: Path) -> int:
+    """Bytes of the files in a directory; what is pruned meanwhile counts 0."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

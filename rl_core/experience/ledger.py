@@ -1,0 +1,229 @@
+"""The ledger: one immutable file per training step, created by link before the step runs (experience-store.md 3.5).
+
+`ledger/<consumer>/`:
+
+    step-<k>.json        the claim: which groups step k consumes. Whoever created it, it IS the claim of step k
+    step-<k>.void.json   step k trains nothing (only while it has no record)
+    drops-<k>-<i>.json   groups that no claim will take, judged while waiting for claim k
+    end-<revision>.json  the source has ended, or the steps are done
+
+This module reads and writes these files. What to claim is chosen by `index.py`; waiting is `experience.py`.
+Importable without torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import xxhash
+
+from rl_core.errors import BrokenFile
+from rl_core.run_dir import RunDir, check_attempt, numbered, put_if_absent, read_json, to_json
+from rl_core.types import Claim, ClaimedGroup, Drop, Segment
+
+CONSUMER = "learner"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndOfData:
+    """Nothing more will be claimed under this config revision: `EndOfData(step=12, reason="data", left_over=3)`."""
+
+    step: int
+    """The step that has no claim."""
+    reason: Literal["data", "steps"]
+    left_over: int
+    """Usable landed groups that no claim took: fewer than `groups_per_step` when the data ended."""
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+def segments_of(groups: Sequence[ClaimedGroup]) -> tuple[Segment, ...]:
+    """Runs of neighbouring rows by shard, in order of (stream, seq, lo).
+
+    Rows 3, 4, 7 of one shard -> `Segment(lo=3, hi=5)`, `Segment(lo=7, hi=8)`.
+    """
+    segments: list[Segment] = []
+    for group in sorted(groups, key=lambda g: (g.stream, g.seq, g.row)):
+        last = segments[-1] if segments else None
+        if last and (last.stream, last.seq, last.hi) == (group.stream, group.seq, group.row):
+            segments[-1] = Segment(stream=last.stream, seq=last.seq, lo=last.lo, hi=group.row + 1)
+        else:
+            segments.append(Segment(stream=group.stream, seq=group.seq, lo=group.row, hi=group.row + 1))
+    return tuple(segments)
+
+
+def group_ids_digest(group_ids: Iterable[str]) -> str:
+    """xxh3_128 over the group ids in training order."""
+    return xxhash.xxh3_128_hexdigest("\n".join(group_ids).encode())
+
+
+def claim_digest(claim: Claim) -> str:
+    """xxh3_128 over all of a claim that a training step is a function of: groups, rows, shard digests, masks.
+
+    Attempt and time are left out: two attempts that claim the same data claim the same.
+    """
+    payload = _content(claim)
+    for name in ("attempt", "ts_us", "dropped"):
+        payload.pop(name)
+    return xxhash.xxh3_128_hexdigest(to_json(payload))
+
+
+def _content(claim: Claim) -> dict[str, Any]:
+    segments = segments_of(claim.groups)
+    where = {(s.stream, s.seq, row): n for n, s in enumerate(segments) for row in range(s.lo, s.hi)}
+    return {
+        "step": claim.step, "idx": claim.idx, "attempt": claim.attempt, "consumer": claim.consumer, "eta": claim.eta,
+        "hard_max": claim.hard_max, "policy": claim.policy, "revision": claim.revision,
+        "groups": [[g.dataset_epoch, g.position, g.try_no, g.prompt_idx] for g in claim.groups],
+        "segments": [[s.stream, s.seq, s.lo, s.hi] for s in segments],
+        "rows": [[where[g.stream, g.seq, g.row], g.row] for g in claim.groups],
+        "group_ids_digest": claim.group_ids_digest, "shard_digests": claim.shard_digests,
+        "masked": [list(pair) for pair in claim.masked], "dropped": [_drop_json(drop) for drop in claim.dropped],
+        "ts_us": claim.ts_us,
+    }
+
+
+def claim_to_json(claim: Claim) -> bytes:
+    """`groups[i]` = [dataset_epoch, position, try, prompt_idx] lies in row `rows[i][1]` of segment `rows[i][0]`."""
+    return to_json(_content(claim))
+
+
+def claim_from_json(payload: dict[str, Any]) -> Claim:
+    segments: list[list[Any]] = payload["segments"]
+    groups = tuple(
+        ClaimedGroup(dataset_epoch=epoch, position=position, try_no=try_no, prompt_idx=prompt_idx,
+                     stream=segments[segment][0], seq=segments[segment][1], row=row)
+        for (epoch, position, try_no, prompt_idx), (segment, row)
+        in zip(payload["groups"], payload["rows"], strict=True))
+    return Claim(
+        step=payload["step"], idx=payload["idx"], attempt=payload["attempt"], consumer=payload["consumer"],
+        eta=payload["eta"], hard_max=payload["hard_max"], policy=payload["policy"], groups=groups,
+        group_ids_digest=payload["group_ids_digest"], shard_digests=payload["shard_digests"],
+        masked=tuple((ordinal, n) for ordinal, n in payload["masked"]),
+        dropped=tuple(_drop_from_json(entry) for entry in payload["dropped"]),
+        revision=payload["revision"], ts_us=payload["ts_us"])
+
+
+def read_claim_file(path: Path) -> Claim:
+    """Raises BrokenFile where the group ids do not match their digest."""
+    claim = claim_from_json(read_json(path))
+    if group_ids_digest(g.group_id for g in claim.groups) != claim.group_ids_digest:
+        raise BrokenFile(f"{path}: the group ids do not match their digest")
+    return claim
+
+
+def read_claim(run: RunDir, step: int, consumer: str = CONSUMER) -> Claim:
+    """The claim of step k. Raises FileNotFoundError where there is none."""
+    return read_claim_file(run.claim(step, consumer))
+
+
+def claimed_steps(run: RunDir, consumer: str = CONSUMER) -> list[int]:
+    """Steps that have a claim, ascending. Raises BrokenFile naming the gap if they are not 0, 1, 2, ..."""
+    steps = [k for k, _ in numbered(run.ledger(consumer), r"step-(\d{9})\.json")]
+    if steps and steps[-1] != len(steps) - 1:
+        gap = next(k for k, step in enumerate(steps) if k != step)
+        raise BrokenFile(f"{run.claim(gap, consumer)}: absent, but step {steps[-1]} has a claim; the ledger has a gap")
+    return steps
+
+
+def claims(run: RunDir, first: int = 0, consumer: str = CONSUMER) -> Iterator[Claim]:
+    """The claims of steps first, first + 1, ... in order."""
+    for step in claimed_steps(run, consumer)[first:]:
+        yield read_claim(run, step, consumer)
+
+
+def put_claim(run: RunDir, claim: Claim, *, fsync: bool = True) -> Claim:
+    """Create the claim of its step, or adopt the one that exists. Returns the claim that stands.
+
+    Raises StaleAttempt if a newer attempt owns the run: then nothing is created by this process, and nothing adopted.
+    """
+    check_attempt(run, claim.attempt)
+    if put_if_absent(run.claim(claim.step, claim.consumer), claim_to_json(claim), fsync=fsync):
+        return claim
+    check_attempt(run, claim.attempt)
+    return read_claim(run, claim.step, claim.consumer)
+
+
+# -- drops -------------------------------------------------------------------------------------------------------------
+
+
+def _drop_json(drop: Drop) -> list[Any]:
+    return [drop.group_id, drop.reason, drop.n_tokens]
+
+
+def _drop_from_json(entry: list[Any]) -> Drop:
+    return Drop(group_id=entry[0], reason=entry[1], n_tokens=entry[2])
+
+
+def put_drops(run: RunDir, step: int, drops: Sequence[Drop], *, attempt: int, consumer: str = CONSUMER,
+              fsync: bool = True) -> Path:
+    """Record groups that no claim will take, judged while waiting for the claim of `step`. Returns the file created.
+
+    Raises StaleAttempt if a newer attempt owns the run.
+    """
+    check_attempt(run, attempt)
+    taken = [int(path.stem.split("-")[2]) for k, path in numbered(run.ledger(consumer), r"drops-(\d{9})-\d{6}\.json")
+             if k == step]
+    i = max(taken, default=-1) + 1
+    while True:
+        payload = {"step": step, "i": i, "attempt": attempt, "dropped": [_drop_json(drop) for drop in drops],
+                   "ts_us": time.time_ns() // 1000}
+        if put_if_absent(run.drops(step, i, consumer), to_json(payload), fsync=fsync):
+            return run.drops(step, i, consumer)
+        check_attempt(run, attempt)
+        i += 1
+
+
+def drop_files(run: RunDir, consumer: str = CONSUMER) -> list[Path]:
+    """In order of (step, i)."""
+    return [path for _, path in numbered(run.ledger(consumer), r"drops-(\d{9})-\d{6}\.json")]
+
+
+def read_drops(path: Path) -> tuple[Drop, ...]:
+    return tuple(_drop_from_json(entry) for entry in read_json(path)["dropped"])
+
+
+# -- void and end ------------------------------------------------------------------------------------------------------
+
+
+def void_step(run: RunDir, step: int, *, reason: str, attempt: int, consumer: str = CONSUMER) -> bool:
+    """Let a claimed step train nothing. It keeps its number in every schedule. False if it was voided before.
+
+    Raises ValueError if the step has no claim, or has a record: what was trained is not undone, it is forked.
+    """
+    check_attempt(run, attempt)
+    if not run.claim(step, consumer).exists():
+        raise ValueError(f"step {step} has no claim; there is nothing to void")
+    if run.record(step).exists():
+        raise ValueError(f"step {step} has a record: it was trained; fork the run from step {step} instead")
+    payload = {"step": step, "reason": reason, "attempt": attempt, "ts_us": time.time_ns() // 1000}
+    return put_if_absent(run.void(step, consumer), to_json(payload))
+
+
+def voided_steps(run: RunDir, consumer: str = CONSUMER) -> dict[int, str]:
+    """Voided step -> reason."""
+    return {k: read_json(path)["reason"] for k, path in numbered(run.ledger(consumer), r"step-(\d{9})\.void\.json")}
+
+
+def put_end(run: RunDir, end: EndOfData, *, revision: int, attempt: int, consumer: str = CONSUMER) -> EndOfData:
+    """Record that this config revision has ended, or return the record that stands."""
+    check_attempt(run, attempt)
+    payload = {"k": end.step, "reason": end.reason, "left_over": end.left_over, "attempt": attempt,
+               "ts_us": time.time_ns() // 1000}
+    if put_if_absent(run.end(revision, consumer), to_json(payload)):
+        return end
+    return cast(EndOfData, read_end(run, revision, consumer))
+
+
+def read_end(run: RunDir, revision: int, consumer: str = CONSUMER) -> EndOfData | None:
+    """How this config revision ended; None while it has not."""
+    try:
+        payload = read_json(run.end(revision, consumer))
+    except FileNotFoundError:
+        return None
+    return EndOfData(step=payload["k"], reason=payload["reason"], left_over=payload["left_over"])

@@ -1,0 +1,316 @@
+"""From a claim to arrays: every rank reads its own rows, from shards whose digests are checked again.
+
+Shards are mapped, verified, and their token columns copied once, at about the speed of memcpy, into staging buffers
+that are reused from claim to claim. Mapped memory never leaves this module: a write into it would be a SIGSEGV.
+
+Shape suffixes: `_N` trajectories of the whole claim, `_G` groups of the claim; flat token arrays hold this rank's
+trajectories only, in claim order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ShardCorrupt
+from rl_core.experience.schema import TOKEN_DTYPES
+from rl_core.experience.staging import Staging
+from rl_core.experience.verify import fixed_values, list_values, shard_key, token_values, valid_bits, verified_batch
+from rl_core.run_dir import RunDir
+from rl_core.types import FINISH_CODES, Claim, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ClaimRows:
+    """One rank's view of a claim. Flat token arrays lie in the Staging that was given: valid until its next read.
+
+    Example, 2 groups of 2 answers on one rank: `group_N = [0, 0, 1, 1]`, `length_N = [3, 2, 4, 1]`, `mine_N` all True,
+    `offsets = [0, 3, 5, 9, 10]`; the tokens of answer 2 are `response_ids[5:9]`, its prompt is
+    `prompt_ids[prompt_offsets[1]:prompt_offsets[2]]`.
+    """
+
+    group_ids: tuple[str, ...]
+    """Of the claim, in training order; index of everything `_G`."""
+    prompt_ids: NDArray[np.int32]
+    """Prompts of all groups, flat."""
+    prompt_offsets: NDArray[np.int32]
+    """[groups + 1]"""
+    n_expected_G: NDArray[np.int32]
+    n_responses_G: NDArray[np.int32]
+    idx_min_G: NDArray[np.int32]
+    idx_max_G: NDArray[np.int32]
+    temperature_G: NDArray[np.float32]
+    """Temperature that the answers were sampled at."""
+    group_N: NDArray[np.int32]
+    """Ordinal of the trajectory's group in the claim."""
+    reward_N: NDArray[np.float32]
+    correct_N: NDArray[np.float32]
+    """NaN where the reward does not say."""
+    length_N: NDArray[np.int32]
+    """Response tokens."""
+    finish_N: NDArray[np.int8]
+    """FINISH_CODES: 0 stop, 1 length, 2 environment end."""
+    mine_N: NDArray[np.bool_]
+    """This rank's trajectories; every trajectory belongs to exactly one rank."""
+    offsets: NDArray[np.int32]
+    """[mine + 1]: tokens of this rank's j-th trajectory, in claim order, are [offsets[j], offsets[j + 1])."""
+    response_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    """1 = sampled by the model."""
+    behavior_logprobs: NDArray[np.float32]
+    """Nats, of the sampled distribution; 0.0 where loss_mask is 0."""
+    version_idx: NDArray[np.int32]
+    """Publication index of the version that sampled each token."""
+
+    @property
+    def groups(self) -> int:
+        return len(self.group_ids)
+
+
+def split_by_length(length_N: NDArray[np.int32], ranks: int) -> NDArray[np.int32]:
+    """Rank of every trajectory: a pure function of (lengths, ranks), longest first to the rank with the least so far.
+
+    Ties go by position, then by rank. `split_by_length(array([5, 3, 3]), 2)` -> `[0, 1, 1]`.
+    """
+    rank_N = np.zeros(len(length_N), np.int32)
+    if ranks == 1:
+        return rank_N
+    loads = [(0, rank) for rank in range(ranks)]
+    for i in np.argsort(-length_N.astype(np.int64), kind="stable").tolist():
+        load, rank = loads[0]
+        rank_N[i] = rank
+        heapq.heapreplace(loads, (load + int(length_N[i]), rank))
+    return rank_N
+
+
+def _open(run: RunDir, claim: Claim, stream: str, seq: int) -> pa.RecordBatch:
+    """Map one claimed shard and check that it is what was claimed."""
+    path = run.shard(stream, seq)
+    try:
+        batch, _, digest = verified_batch(path)
+    except (ShardCorrupt, FileNotFoundError) as error:
+        raise ClaimedShardCorrupt(f"claim of step {claim.step}: {error}") from error
+    expected = claim.shard_digests.get(shard_key(stream, seq))
+    if digest != expected:
+        raise ClaimedShardCorrupt(f"claim of step {claim.step}: {path} has digest {digest}, the claim says {expected}")
+    return batch
+
+
+def open_claim(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int64]]:
+    """The mapped shards of a claim, verified again, and where its groups lie: (batches, shard of group, row of group).
+
+    Raises ClaimedShardCorrupt for a shard that is gone, has changed, or does not hold the claimed groups.
+    """
+    keys = sorted({(group.stream, group.seq) for group in claim.groups})
+    place = {key: i for i, key in enumerate(keys)}
+    batches = [_open(run, claim, *key) for key in keys]
+    ids: list[list[str]] = [batch.column("group_id").to_pylist() for batch in batches]
+    for group in claim.groups:
+        rows = ids[place[group.stream, group.seq]]
+        found = rows[group.row] if 0 <= group.row < len(rows) else "absent"
+        if found != group.group_id:
+            raise ClaimedShardCorrupt(f"claim of step {claim.step}: row {group.row} of "
+                                      f"{run.shard(group.stream, group.seq)} is {found}, not {group.group_id}")
+    return (batches, np.array([place[group.stream, group.seq] for group in claim.groups], np.int64),
+            np.array([group.row for group in claim.groups], np.int64))
+
+
+def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """`_starts([2, 3])` -> `[0, 2, 5]`."""
+    out = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def _members(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`_members([7, 2], [3, 1])` -> `[7, 8, 9, 2]`: ranges of `counts` numbers from `starts`, one after the other."""
+    ends = _starts(counts)
+    return np.repeat(starts - ends[:-1], counts) + np.arange(int(ends[-1]), dtype=np.int64)
+
+
+class _Facts:
+    """The small columns of all shards of a claim, put one after the other and read by group, response or run number.
+
+    Everything but the token columns: cheap to copy, and then every choice of rows is one numpy index.
+    """
+
+    def __init__(self, batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64]) -> None:
+        self._batches = batches
+        tokens = [token_values(batch.column("response_ids"))[:2] for batch in batches]
+        runs = [token_values(batch.column("ver_run_end"))[1] for batch in batches]
+        first_row = _starts(np.array([batch.num_rows for batch in batches]))
+        first_response = _starts(np.array([inner.size - 1 for _, inner in tokens]))
+        responses_of_row = np.concatenate([np.diff(outer) for outer, _ in tokens]).astype(np.int64)
+        runs_of_response = np.concatenate([np.diff(offsets) for offsets in runs]).astype(np.int64)
+        self.row_G = first_row[shard_G] + row_G
+        self.n_responses_G = responses_of_row[self.row_G]
+        self.response_N = _members(_starts(responses_of_row)[self.row_G], self.n_responses_G)
+        """Number of each trajectory of the claim among the responses of all shards."""
+        self.shard_N = np.searchsorted(first_response, self.response_N, side="right") - 1
+        self.begin_N = np.concatenate([inner[:-1] for _, inner in tokens])[self.response_N]
+        """First token of each trajectory in its shard."""
+        self.length_N = np.concatenate([np.diff(inner) for _, inner in tokens])[self.response_N].astype(np.int32)
+        self._first_run = _starts(runs_of_response)
+        self._runs_of_response = runs_of_response
+
+    def by_group(self, name: str, child: str | None = None) -> NDArray[Any]:
+        """A scalar column (or one field of a struct), one entry per group of the claim."""
+        columns = [batch.column(name) if child is None else batch.column(name).field(child) for batch in self._batches]
+        return np.concatenate([fixed_values(column) for column in columns])[self.row_G]
+
+    def by_response(self, name: str) -> NDArray[Any]:
+        """A column of one entry per response, one entry per trajectory of the claim."""
+        return np.concatenate([list_values(batch.column(name))[1] for batch in self._batches])[self.response_N]
+
+    def correct(self) -> NDArray[np.float32]:
+        """`correct` by trajectory; NaN for the groups where it is null."""
+        parts: list[NDArray[np.float32]] = []
+        for batch in self._batches:
+            column = batch.column("correct")
+            said = np.repeat(valid_bits(column), fixed_values(batch.column("n_responses")))
+            values = np.full(said.size, np.nan, np.float32)
+            values[said] = list_values(column)[1]
+            parts.append(values)
+        return np.concatenate(parts)[self.response_N]
+
+    def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(prompt ids of all groups of the claim, flat; their offsets [groups + 1])."""
+        columns = [list_values(batch.column("prompt_ids")) for batch in self._batches]
+        first = _starts(np.concatenate([np.diff(offsets) for offsets, _ in columns]))
+        lengths = np.diff(first)[self.row_G]
+        ids = np.concatenate([values for _, values in columns])[_members(first[self.row_G], lengths)]
+        return ids, _starts(lengths).astype(np.int32)
+
+    def runs(self, mine_N: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Version runs of the chosen trajectories, in order: (version, tokens) of each run."""
+        ends = np.concatenate([token_values(batch.column("ver_run_end"))[2] for batch in self._batches])
+        versions = np.concatenate([token_values(batch.column("ver_run_value"))[2] for batch in self._batches])
+        tokens = np.diff(ends, prepend=np.int32(0))
+        tokens[self._first_run[:-1]] = ends[self._first_run[:-1]]
+        mine = self.response_N[mine_N]
+        chosen = _members(self._first_run[mine], self._runs_of_response[mine])
+        return versions[chosen], tokens[chosen]
+
+
+def read_claim_rows(run: RunDir, claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
+                    staging: Staging | None = None) -> ClaimRows:
+    """Read what `rank` of `ranks` needs of a claim: facts of all its groups, tokens of its own trajectories.
+
+    `versions` is the run's (`rl_core.versions.read_versions`). Without `staging` the buffers are new and the caller's
+    own. Raises ClaimedShardCorrupt for a shard that is gone or has changed since it was claimed, BrokenFile for a token
+    of a version that the run does not know.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} of {ranks}")
+    batches, shard_G, row_G = open_claim(run, claim)
+    return stage_claim(batches, shard_G, row_G, claim, rank=rank, ranks=ranks, versions=versions,
+                       staging=staging or Staging())
+
+
+def token_places(run: RunDir, claim: Claim) -> tuple[
+        list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+    """Where the tokens of a claim lie: verified mapped shards, and shard, first token and length of each trajectory."""
+    batches, shard_G, row_G = open_claim(run, claim)
+    facts = _Facts(batches, shard_G, row_G)
+    return batches, facts.shard_N, facts.begin_N, facts.length_N
+
+
+def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64],
+                claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
+                staging: Staging) -> ClaimRows:
+    """The part of `read_claim_rows` after verification: choose, copy into staging, decode versions."""
+    facts = _Facts(batches, shard_G, row_G)
+    prompt_ids, prompt_offsets = facts.prompts()
+    group_N = np.repeat(np.arange(row_G.size, dtype=np.int32), facts.n_responses_G)
+    mine_N = split_by_length(facts.length_N + np.diff(prompt_offsets)[group_N], ranks) == rank
+    offsets = _starts(facts.length_N[mine_N]).astype(np.int32)
+    version, run_tokens = facts.runs(mine_N)
+    idx = staging.take("version_idx", int(offsets[-1]), np.int32)
+    fill_runs(_idx_of(version, versions, claim), run_tokens, idx)
+    return ClaimRows(
+        group_ids=tuple(group.group_id for group in claim.groups), prompt_ids=prompt_ids, prompt_offsets=prompt_offsets,
+        n_responses_G=facts.n_responses_G.astype(np.int32), n_expected_G=facts.by_group("n_expected"),
+        idx_min_G=facts.by_group("idx_min"), idx_max_G=facts.by_group("idx_max"),
+        temperature_G=facts.by_group("sampling", "temperature"), group_N=group_N, reward_N=facts.by_response("reward"),
+        correct_N=facts.correct(), length_N=facts.length_N, finish_N=facts.by_response("finish_reason"), mine_N=mine_N,
+        offsets=offsets, version_idx=idx, **copy_tokens(batches, facts.shard_N[mine_N], facts.begin_N[mine_N],
+                                                        facts.length_N[mine_N], staging))
+
+
+def copy_tokens(batches: Sequence[pa.RecordBatch], shard_M: NDArray[np.int64], begin_M: NDArray[np.int32],
+                length_M: NDArray[np.int32], staging: Staging) -> dict[str, NDArray[Any]]:
+    """Copy the tokens [begin, begin + length) of each chosen response, in order, into the staging buffers.
+
+    Responses that lie behind one another in one shard are one copy per column.
+    """
+    end_M = begin_M + length_M
+    joined = (shard_M[1:] == shard_M[:-1]) & (begin_M[1:] == end_M[:-1])
+    first = np.flatnonzero(np.append(True, ~joined)) if shard_M.size else np.zeros(0, np.int64)
+    last = np.append(first[1:], shard_M.size) - 1 if shard_M.size else first
+    spans = list(zip(shard_M[first].tolist(), begin_M[first].tolist(), end_M[last].tolist(), strict=True))
+    out: dict[str, NDArray[Any]] = {}
+    for name, dtype in TOKEN_DTYPES.items():
+        sources = [token_values(batch.column(name))[2] for batch in batches]
+        out[name] = column = staging.take(name, int(length_M.sum(dtype=np.int64)), dtype)
+        at = 0
+        for shard, begin, end in spans:
+            column[at:at + end - begin] = sources[shard][begin:end]
+            at += end - begin
+    return out
+
+
+def _idx_of(version: NDArray[np.int32], versions: Mapping[int, WeightVersion], claim: Claim) -> NDArray[np.int32]:
+    """Publication index of each version id."""
+    table = np.full(max(versions, default=0) + 2, -1, np.int32)
+    for v, known in versions.items():
+        table[v] = known.idx
+    idx = table[np.where((version >= 0) & (version < table.size), version, -1)]
+    if idx.size and idx.min() < 0:
+        raise BrokenFile(f"claim of step {claim.step}: tokens of version {int(version[np.argmin(idx)])}, which has no "
+                         "manifest in this run")
+    return idx
+
+
+def fill_runs(value_R: NDArray[np.int32], count_R: NDArray[np.int32], out: NDArray[np.int32]) -> None:
+    """`out[:] = repeat(value_R, count_R)`, without new memory. Neighbouring runs of one value are one fill."""
+    if not value_R.size:
+        return
+    first = np.flatnonzero(np.append(True, value_R[1:] != value_R[:-1]))
+    begins = _starts(count_R)[first].tolist()
+    for value, begin, end in zip(value_R[first].tolist(), begins, [*begins[1:], out.size], strict=True):
+        out[begin:end] = value
+
+
+_FINISH_NAMES = {code: name for name, code in FINISH_CODES.items()}
+
+
+def read_groups(run: RunDir, claim: Claim) -> list[dict[str, Any]]:
+    """The groups of a claim for people, in training order: plain Python values, verified like any read.
+
+    Each is `{group_id, position, lease_no, data_source, meta, prompt_ids, idx_min, idx_max, temperature, responses}`,
+    each response `{ids, reward, parts, correct, extracted, finish_reason, versions: [[end, version], ...], seed}`.
+    Not for the hot path.
+    """
+    batches, shard_G, row_G = open_claim(run, claim)
+    return [_for_people(batches[int(shard)], int(row)) for shard, row in zip(shard_G, row_G, strict=True)]
+
+
+def _for_people(batch: pa.RecordBatch, at: int) -> dict[str, Any]:
+    row: dict[str, Any] = batch.slice(at, 1).drop_columns(["dispatched_at", "finished_at"]).to_pylist()[0]
+    responses = [{"ids": ids, "reward": row["reward"][j], "parts": {k: v[j] for k, v in row["reward_parts"].items()},
+                  "correct": None if row["correct"] is None else row["correct"][j],
+                  "extracted": None if row["extracted"] is None else row["extracted"][j],
+                  "finish_reason": _FINISH_NAMES[row["finish_reason"][j]],
+                  "versions": [list(pair) for pair in zip(row["ver_run_end"][j], row["ver_run_value"][j], strict=True)],
+                  "seed": row["sampling_seed"][j]} for j, ids in enumerate(row["response_ids"])]
+    return {"group_id": row["group_id"], "position": row["position"], "lease_no": row["lease_no"],
+            "data_source": row["data_source"], "meta": json.loads(row["meta_json"]), "prompt_ids": row["prompt_ids"],
+            "idx_min": row["idx_min"], "idx_max": row["idx_max"], "temperature": row["sampling"]["temperature"],
+            "responses": responses}

@@ -1,0 +1,387 @@
+"""The learner: from claims to weights. One object per rank; ranks run the same steps in the same order.
+
+    consumes:      claims and the shards they name
+    waits for:     nothing but the other ranks (the claim exists before `train` is called)
+    unblocked by:  the owner's call of `train`
+
+State is a fold over the claims: `restore` takes the newest whole checkpoint n, the owner calls `train` for n, n + 1,
+... again, and recorded steps are recomputed, compared with their records and published nowhere (experience-store.md
+3.8).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rl_core.checkpoint import CheckpointState, newest_whole, sweep_aside, write_checkpoint
+from rl_core.config import Config
+from rl_core.env_digest import environment
+from rl_core.errors import WeightsDamaged
+from rl_core.experience.ledger import claim_digest, claimed_steps, read_claim
+from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
+from rl_core.learner import batch as stages
+from rl_core.learner.ranks import Ranks
+from rl_core.learner.state import TrainState
+from rl_core.learner.step import StepPlan, StepResult, check_combination, training_step
+from rl_core.learner.step_metrics import (
+    FIRST_STEPS,
+    TokenFacts,
+    experience_metrics,
+    mismatch_bound,
+    token_metrics,
+    update_metrics,
+)
+from rl_core.metrics import IntervalLedger, utilization
+from rl_core.records import put_record, read_record, recorded_steps
+from rl_core.run_dir import RunDir, check_attempt, newest_attempt
+from rl_core.schedules import is_scheduled_publication, last_scheduled, learning_rate
+from rl_core.types import Claim, StepRecord, WeightVersion
+from rl_core.weights import (
+    WEIGHTS_FILE,
+    changed_share,
+    digest_tensors,
+    learn_versions,
+    make_weights_root,
+    publish,
+    read_tensors,
+)
+
+LOG = logging.getLogger("headway.learner")
+NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """The last scheduled publication: weights behind `step` steps. `tensors` None: the ones the learner has now."""
+
+    step: int
+    digest: str
+    tensors: dict[str, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one step computed, before anything of it is written."""
+
+    claim: Claim
+    rows: ClaimRows
+    result: StepResult
+    facts: TokenFacts
+    config: Config
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """What became of the weights of a step."""
+
+    digest: str
+    """Empty on other ranks than 0."""
+    published: WeightVersion | None
+    changed: float
+
+
+class Learner:
+    """One rank of the learner group. `Learner(root=..., config=..., attempt=1, rank=0, ranks=1, rendezvous="")`.
+
+    `revisions` are the settings of each config revision; a step is trained with those that its claim was judged by.
+    Not thread-safe, but for `status`. Raises ConfigError for settings that make no sense together.
+    """
+
+    def __init__(self, *, root: str, config: Config, attempt: int, rank: int, ranks: int, rendezvous: str,
+                 revisions: Mapping[int, Config] | None = None) -> None:
+        check_combination(config.learner)
+        torch.use_deterministic_algorithms(True)
+        cast(Any, torch.utils).deterministic.fill_uninitialized_memory = False  # none is read before it is written
+        torch.set_num_threads(config.learner.threads)
+        self._run = RunDir(Path(root))
+        self._config, self._revisions, self._attempt = config, dict(revisions or {}), attempt
+        device = torch.device(config.learner.device, rank % max(1, torch.cuda.device_count())
+                              ) if config.learner.device == "cuda" else torch.device("cpu")
+        self._ranks = Ranks(rank=rank, ranks=ranks, rendezvous=rendezvous, device=device,
+                            deadline_s=config.deadlines.collective_s)
+        self._staging = Staging()
+        self._versions: dict[int, WeightVersion] = {}
+        self._first_mismatch: dict[int, float] = {}
+        self._ledger = IntervalLedger()
+        self._reading, self._read_at = self._ledger.seconds(), time.monotonic()
+        self._busy_since: float | None = None
+        self._state: TrainState | None = None
+        self._next = -1
+        self._revision = 0
+        self._scheduled = Scheduled(-1, "", None)
+
+    # -- what the owner calls
+
+    def next_step(self) -> int:
+        """The step that `train` expects; -1 before `restore`."""
+        return self._next
+
+    def restore(self, attempt: int | None = None) -> int:
+        """Take up the newest whole checkpoint, or the initial model; returns the next step.
+
+        A damaged checkpoint: the one before it. Raises CheckpointDamaged if there are some and none is whole.
+        """
+        self._own(attempt)
+        if self._ranks.rank == 0:
+            make_weights_root(self._run, self._config)
+            for directory in (self._run.checkpoints, self._run.weights_root):
+                sweep_aside(directory)
+        self._ranks.barrier()
+        self._load()
+        self._reading, self._read_at = self._ledger.seconds(), time.monotonic()
+        return self._next
+
+    def train(self, step: int, attempt: int | None = None) -> StepRecord | None:
+        """Train the claimed step and record it; rank 0 returns the record that stands, others None.
+
+        The record is durable before this returns. A step that has one already is recomputed for its effect on the
+        state: nothing is published, and other weights than the record's are kept beside it as a divergence. A voided
+        step trains nothing and returns None. Raises ValueError if `step` is not the next one, FileNotFoundError
+        without a claim, StaleAttempt, ClaimedShardCorrupt, EngineMismatch, NonFiniteTraining.
+        """
+        self._own(attempt)
+        if step != self._next:
+            raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
+        self._busy_since = time.monotonic()
+        try:
+            with self._ledger.during("busy"):
+                return self._train(step)
+        except BaseException:
+            self._next = -1  # the update may be half in the state: only `restore` makes it usable again
+            raise
+        finally:
+            self._busy_since = None
+
+    def publish_current(self, attempt: int | None = None) -> WeightVersion | None:
+        """Make the last scheduled publication real if it is not yet, its bytes in place, and return it (rank 0; others
+        None): what engines are offered at a start, after the recorded steps were replayed. The version of the same step
+        and digest is adopted; other bytes get a new v and are reported as a divergence."""
+        self._own(attempt)
+        with self._ledger.during("syncing"):
+            weights = self._weights() if self._config.publish_every == 1 else self._scheduled.tensors
+            version = None if weights is None or self._ranks.rank else self._publish(weights)
+            self._ranks.barrier()
+            return version
+
+    def checkpoint(self, attempt: int | None = None) -> int:
+        """Write checkpoint n aside, manifest last; returns n, the number of steps behind it."""
+        self._own(attempt)
+        state = self._loaded()
+        with self._ledger.during("paused"):
+            weights, optimizer = self._weights(), state.optimizer_tensors()
+            if self._ranks.rank == 0:
+                write_checkpoint(
+                    self._run, CheckpointState(
+                        n=self._next, revision=self._revision, weights_digest=digest_tensors(weights.items()),
+                        version_step=self._scheduled.step, version_digest=self._scheduled.digest,
+                        skipped_in_a_row=state.skipped_in_a_row),
+                    parameters=weights, optimizer=optimizer,
+                    version=None if self._scheduled.step == self._next else self._scheduled.tensors,
+                    attempt=self._attempt, keep=self._config.checkpoint.keep, fsync=self._config.storage.fsync)
+            self._ranks.barrier()
+        return self._next
+
+    def status(self) -> dict[str, Any]:
+        """Next step, seconds that the running step takes so far (None: idle), and where the time went."""
+        since = self._busy_since
+        return {"rank": self._ranks.rank, "ranks": self._ranks.ranks, "next_step": self._next,
+                "busy_s": None if since is None else time.monotonic() - since,
+                "scheduled_step": self._scheduled.step, "seconds": self._ledger.seconds()}
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Full parameters and optimizer state by name (a collective); copies."""
+        return ({name: tensor.cpu().clone() for name, tensor in self._weights().items()},
+                {name: tensor.cpu().clone() for name, tensor in self._loaded().optimizer_tensors().items()})
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    # -- one step
+
+    def _train(self, step: int) -> StepRecord | None:
+        begin = time.monotonic()
+        replayed = self._run.record(step).exists()
+        voided = self._run.void(step).exists()
+        trained = None if voided else self._compute(step)
+        before_publication = time.monotonic()
+        after = self._after(step, write=not replayed)
+        self._next = step + 1
+        if trained is None:
+            return None
+        claim, self._revision = trained.claim, trained.claim.revision
+        if self._ranks.rank:
+            return None
+        metrics = self._metrics(trained, after.changed, time.monotonic() - begin)
+        seconds = trained.seconds | {"publish": time.monotonic() - before_publication}
+        record = put_record(self._run, StepRecord(
+            step=step, idx=claim.idx, attempt=self._attempt, claim_digest=claim_digest(claim),
+            weights_digest=after.digest, metrics=metrics, env=environment(self._config, self._ranks.ranks),
+            published=after.published, revision=claim.revision, seconds=seconds, ts_us=time.time_ns() // 1000))
+        if step < FIRST_STEPS:
+            self._first_mismatch[step] = record.metrics["train/mismatch_current_abs"]
+        return record
+
+    def fold(self, until: int) -> str:
+        """Digest of the weights behind steps 0 .. until - 1, from the initial model, writing nothing."""
+        self._state, self._next = TrainState(self._run.model, self._config, self._ranks), 0
+        for step in range(until):
+            if not self._run.void(step).exists():
+                self._compute(step)
+        return digest_tensors(self._weights().items())
+
+    def _compute(self, step: int) -> Trained:
+        """Read the claim and update the state with it. Writes nothing: state is the fold of this over the claims."""
+        state, begin = self._loaded(), time.monotonic()
+        claim = read_claim(self._run, step)
+        config = self._revisions.get(claim.revision, self._config)
+        rows = read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
+                               versions=learn_versions(self._run, self._versions), staging=self._staging)
+        read = time.monotonic()
+        batch = stages.assemble(rows)
+        facts = self._stages(batch, claim, config)
+        built = time.monotonic()
+        result = training_step(state.policy, state.optimizer, self._ranks, stages.to_device(batch, self._ranks.device),
+                               self._plan(claim, config))
+        state.skipped_in_a_row = result.skipped_in_a_row
+        seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built}
+        return Trained(claim, rows, result, facts, config, seconds)
+
+    def _plan(self, claim: Claim, config: Config) -> StepPlan:
+        return StepPlan(step=claim.step, idx=claim.idx, learning_rate=learning_rate(claim.step, config),
+                        groups=len(claim.groups), minibatch_groups=config.minibatch_groups,
+                        max_new_tokens=config.sampling.max_new_tokens, learner=config.learner,
+                        skipped_in_a_row=self._loaded().skipped_in_a_row,
+                        max_skipped=config.failure.max_skipped_updates)
+
+    def _stages(self, batch: Any, claim: Claim, config: Config) -> TokenFacts:
+        """Masks and advantages, in place; returns what all ranks saw."""
+        stages.mark_tokens(batch, step=claim.step, publish_every=config.publish_every,
+                           updates_per_step=config.updates_per_step)
+        sampled_T = stages.column(batch, "loss_mask")
+        lag_T = stages.column(batch, "lag")[sampled_T]
+        swapped_M = torch.segment_reduce(stages.column(batch, "swapped").float(), "max",
+                                         lengths=stages.column(batch, "cu_seqlens").diff())
+        masked = 0
+        if claim.policy == "mask":
+            masked = stages.mask_by_age(batch, idx=claim.idx, limit=math.ceil(Decimal(claim.eta)))
+        stages.mask_truncated(batch, config.learner.loss.truncated)
+        stages.add_advantages(batch, config.learner.advantage)
+        sampled, masked_all, lag, mixed, loss = self._ranks.sum([
+            float(sampled_T.sum()), float(masked), float(lag_T.sum()), float(swapped_M.sum()),
+            float(stages.column(batch, "loss_mask").sum())])
+        [lag_max] = self._ranks.max([float(lag_T.max()) if len(lag_T) else 0.0])
+        return TokenFacts(sampled=sampled, masked_by_age=masked_all, lag=lag, lag_max=lag_max, mixed=mixed, loss=loss)
+
+    def _after(self, step: int, *, write: bool) -> After:
+        """Digest of the new weights; where a publication is scheduled, make it (unless `write` is False)."""
+        weights = self._weights()
+        digest = digest_tensors(weights.items()) if self._ranks.rank == 0 else ""
+        if not is_scheduled_publication(step + 1, self._config):
+            return After(digest, None, NAN)
+        before = self._scheduled
+        self._schedule(step + 1, digest, weights)
+        if not write or self._ranks.rank:
+            return After(digest, None, NAN)
+        with self._ledger.during("syncing"):
+            changed = self._changed(before, weights)
+            return After(digest, self._publish(weights), changed)
+
+    def _metrics(self, trained: Trained, changed: float, seconds: float) -> dict[str, float]:
+        """All of `names("learner")`. Time and utilization count from the record before."""
+        now, at = self._ledger.seconds(), time.monotonic()
+        before, since = self._reading, at - self._read_at
+        self._reading, self._read_at = now, at
+        rows, learner = trained.rows, trained.config.learner
+        engine_dtype = self._config.rollout.engine.dtype
+        bound = mismatch_bound(self._first_mismatch, float32=learner.dtype == engine_dtype == "float32")
+        return {
+            **experience_metrics(rows, trained.claim), **token_metrics(trained.facts, len(rows.reward_N)),
+            **update_metrics(trained.result, learning_rate(trained.claim.step, trained.config), bound),
+            **utilization("learner", before, now), "weights/changed": changed, "system/step_s": seconds,
+            "system/update_s": trained.seconds["update"], "system/samples_per_s": len(rows.reward_N) / since,
+            "system/tokens_per_s": float(rows.length_N.sum()) / since}
+
+    # -- state and weights
+
+    def _own(self, attempt: int | None) -> None:
+        """The caller's attempt is the newest, or StaleAttempt is raised."""
+        self._attempt = self._attempt if attempt is None else attempt
+        check_attempt(self._run, self._attempt)
+
+    def _load(self) -> None:
+        saved = newest_whole(self._run)
+        if saved is None:
+            self._state, self._next, self._revision = TrainState(self._run.model, self._config, self._ranks), 0, 0
+            self._schedule(0, None, self._weights())
+        else:
+            self._state = TrainState(self._run.model, self._config, self._ranks, saved.parameters, saved.optimizer)
+            self._state.skipped_in_a_row = saved.state.skipped_in_a_row
+            self._next, self._revision = saved.state.n, saved.state.revision
+            self._schedule(saved.state.version_step, saved.state.version_digest, saved.version)
+        assert self._scheduled.step == last_scheduled(self._next, self._config)
+        for step in recorded_steps(self._run)[:FIRST_STEPS]:
+            self._first_mismatch[step] = read_record(self._run, step).metrics.get("train/mismatch_current_abs", NAN)
+
+    def _loaded(self) -> TrainState:
+        assert self._state is not None, "learner: restore() comes before anything else"
+        return self._state
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Full parameters by name (a collective); on one rank they are the policy's own memory."""
+        return self._loaded().weights()
+
+    def _schedule(self, step: int, digest: str | None, weights: dict[str, Tensor]) -> None:
+        """Remember the last scheduled publication. Its bytes are kept only where the learner moves on before the next
+        one (publish_every > 1): one copy of the weights in the host memory of rank 0."""
+        kept = None
+        if self._config.publish_every > 1 and self._ranks.rank == 0:
+            kept = {name: tensor.cpu().clone() for name, tensor in weights.items()}
+        if digest is None:
+            digest = digest_tensors(weights.items()) if self._ranks.rank == 0 else ""
+        self._scheduled = Scheduled(step, digest, kept)
+
+    def _publish(self, weights: dict[str, Tensor]) -> WeightVersion:
+        """Make `weights` the version of the last scheduled publication. Rank 0 alone."""
+        step = self._scheduled.step
+        version = publish(self._run, weights, step, self._config.idx(step), self._attempt, self._config, self._versions)
+        self._versions[version.v] = version
+        others = [other.v for other in self._versions.values() if other.step == step and other.digest != version.digest]
+        if others:
+            LOG.warning("weights behind step %d diverge: version %d has digest %s, unlike versions %s of the same step",
+                        step, version.v, version.digest, others)
+        return version
+
+    def _changed(self, before: Scheduled, weights: dict[str, Tensor]) -> float:
+        """Share of values that differ from the publication before, in the engine's dtype; NaN if its bytes are gone."""
+        known = [version.v for version in self._versions.values()
+                 if (version.step, version.digest) == (before.step, before.digest)]
+        tensors = before.tensors
+        if tensors is None and known:
+            with suppress(WeightsDamaged):
+                tensors = read_tensors(self._run.weights(known[-1]) / WEIGHTS_FILE)
+        dtype = torch.bfloat16 if self._config.rollout.engine.dtype == "bfloat16" else torch.float32
+        return NAN if tensors is None else changed_share(tensors, {k: w.cpu() for k, w in weights.items()}, dtype)
+
+
+def fold_claims(root: str, config: Config, steps: int | None = None) -> str:
+    """Digest of the weights after the initial model was folded over the run's claims, in one process, writing nothing.
+
+    `steps`: how many; by default every recorded step, or every claim of a run without records. Equal to the last
+    record's weights digest exactly if each claim took effect once, in order, whatever was killed and restarted.
+    """
+    run = RunDir(Path(root))
+    recorded = recorded_steps(run)
+    until = steps if steps is not None else recorded[-1] + 1 if recorded else len(claimed_steps(run))
+    return Learner(root=root, config=config, attempt=newest_attempt(run), rank=0, ranks=1, rendezvous="").fold(until)

@@ -1,0 +1,73 @@
+"""What a step carries to the next one: parameters, optimizer, and the count of skipped updates. Nothing random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rl_core.config import Config, LearnerConfig
+from rl_core.errors import CheckpointDamaged
+from rl_core.learner.policy import Policy, load_policy
+from rl_core.learner.ranks import Ranks, assign, like, whole
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNT = "step"
+
+
+class TrainState:
+    """The policy (sharded over ranks) and its optimizer. Every method that returns tensors is a collective."""
+
+    def __init__(self, directory: Path, config: Config, ranks: Ranks, parameters: Mapping[str, Tensor] | None = None,
+                 optimizer: Mapping[str, Tensor] | None = None) -> None:
+        """The model of `directory`, with the values of a checkpoint over it if given."""
+        learner = config.learner
+        dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
+        self.policy: Policy = load_policy(directory, logits_chunk=learner.logits_chunk, dtype=dtype,
+                                          device=ranks.device)
+        if parameters is not None:
+            self._load_parameters(parameters)
+        ranks.shard(self.policy)
+        self.optimizer = make_optimizer(self.policy, learner)
+        if optimizer is not None:
+            self._load_optimizer(optimizer)
+        self.skipped_in_a_row = 0
+
+    def weights(self) -> dict[str, Tensor]:
+        """Full parameters by name; on one rank they are the policy's own memory, so use them before the next update."""
+        return {name: whole(parameter.detach()) for name, parameter in self.policy.weights().items()}
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Full optimizer state as `<what>/<parameter>`; empty before the first update."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.policy.weights().items():
+            for key, value in cast(dict[str, Tensor], self.optimizer.state.get(parameter, {})).items():
+                tensors[f"{key}/{name}"] = whole(value)
+        return tensors
+
+    def _load_parameters(self, values: Mapping[str, Tensor]) -> None:
+        mine = self.policy.weights()
+        if mine.keys() != values.keys():
+            raise CheckpointDamaged("a checkpoint of another model: parameters "
+                                    f"{sorted(mine.keys() ^ values.keys())[:5]} are in only one of the two")
+        for name, parameter in mine.items():
+            assign(parameter, values[name])
+
+    def _load_optimizer(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.policy.weights().items():
+            if f"{COUNT}/{name}" in values:
+                state: dict[str, Any] = {COUNT: values[f"{COUNT}/{name}"].clone()}
+                state |= {key: like(parameter, values[f"{key}/{name}"]).clone() for key in MOMENTS}
+                self.optimizer.state[parameter] = state
+
+
+def make_optimizer(policy: Policy, learner: LearnerConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, not on norms and biases. The learning rate is set by every step."""
+    parameters = list(policy.weights().values())
+    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": learner.weight_decay},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learner.lr, betas=learner.betas,
+                             eps=learner.adam_eps, fused=True)

@@ -1,0 +1,122 @@
+"""The learner's metrics of one step, by the names of rl_core/metrics.py, from the claim's facts and the step's sums.
+
+`_N` trajectories of the claim, `_G` its groups. A value that does not exist is NaN. Pure NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.learner.correction import effective_samples
+from rl_core.learner.sums import NAN, share
+
+if TYPE_CHECKING:
+    from rl_core.experience.reader import ClaimRows
+    from rl_core.learner.step import StepResult
+    from rl_core.types import Claim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFacts:
+    """Sums over the sampled tokens and answers of the claim, all ranks."""
+
+    sampled: float
+    """Tokens that the model sampled, before any mask."""
+    masked_by_age: float
+    lag: float
+    """Sum of the update lag over sampled tokens."""
+    lag_max: float
+    mixed: float
+    """Answers sampled by more than one version."""
+    loss: float
+    """Tokens in the loss, after masks."""
+
+
+def mean(values: NDArray[Any]) -> float:
+    return float(values.mean(dtype=np.float64)) if len(values) else NAN
+
+
+def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
+    """Rewards, lengths and ages of the claim."""
+    reward_N, length_N = rows.reward_N.astype(np.float64), rows.length_N
+    known_N = np.isfinite(rows.correct_N)
+    right_N = np.where(known_N, rows.correct_N > 0.5, reward_N > 0)
+    lowest_G, highest_G = np.full(rows.groups, np.inf), np.full(rows.groups, -np.inf)
+    np.minimum.at(lowest_G, rows.group_N, reward_N)
+    np.maximum.at(highest_G, rows.group_N, reward_N)
+    flat_G = lowest_G == highest_G
+    wrong_G = np.bincount(rows.group_N, weights=~right_N, minlength=rows.groups) > 0
+    age_G = claim.idx - rows.idx_min_G
+    return {
+        "reward/mean": mean(reward_N), "reward/std": float(reward_N.std()),
+        "reward/correct": mean(rows.correct_N[known_N]),
+        "reward/no_spread_right": mean(flat_G & ~wrong_G), "reward/no_spread_wrong": mean(flat_G & wrong_G),
+        "rollout/length_mean": mean(length_N), "rollout/length_p95": float(np.percentile(length_N, 95)),
+        "rollout/length_right": mean(length_N[right_N]), "rollout/length_wrong": mean(length_N[~right_N]),
+        "rollout/truncated": mean(rows.finish_N == 1), "rollout/partial": mean(rows.n_responses_G < rows.n_expected_G),
+        "staleness/mean": mean(age_G), "staleness/p95": float(np.percentile(age_G, 95)),
+        "staleness/max": float(age_G.max()),
+        "staleness/dropped_groups": float(len(claim.dropped)),
+        "staleness/dropped_tokens": float(sum(drop.n_tokens for drop in claim.dropped)),
+    }
+
+
+def token_metrics(facts: TokenFacts, answers: int) -> dict[str, float]:
+    return {"train/loss_tokens": facts.loss, "staleness/masked_tokens": facts.masked_by_age,
+            "staleness/update_lag_mean": share(facts.lag, facts.sampled), "staleness/update_lag_max": facts.lag_max,
+            "staleness/mixed": share(facts.mixed, answers)}
+
+
+def update_metrics(result: StepResult, learning_rate: float, mismatch_bound: float) -> dict[str, float]:
+    """What the optimizer did, and the invariants of docs/algorithms."""
+    totals, largest = result.totals, result.largest
+    mismatch = share(totals["current_abs"], totals["current"])
+    made = len(result.losses)
+    return {
+        "train/policy_loss": share(math.fsum(result.losses), made),
+        "train/grad_norm": share(math.fsum(result.gradient_norms), made),
+        "train/learning_rate": learning_rate, "train/skipped_updates": float(result.skipped),
+        "train/entropy": share(totals["entropy"], totals["update_tokens"]),
+        "train/clip_low": share(totals["clip_low"], totals["update_tokens"]),
+        "train/clip_high": share(totals["clip_high"], totals["update_tokens"]),
+        "train/kl_proximal": share(totals["kl_proximal"], totals["update_tokens"]),
+        "train/ratio_max": _finite(largest["ratio_max"]),
+        "train/ratio_drift": _finite(largest["ratio_drift"]) if result.recomputed else NAN,
+        "train/mismatch_current_abs": mismatch,
+        "train/mismatch_current_k3": share(totals["current_k3"], totals["current"]),
+        "train/mismatch_stale_abs": share(totals["stale_abs"], totals["stale"]),
+        "train/mismatch_stale_k3": share(totals["stale_k3"], totals["stale"]),
+        "train/mismatch_swapped_k3": share(totals["swapped_k3"], totals["swapped"]),
+        "train/mismatch_alarm": float(mismatch > mismatch_bound),
+        "train/loglinear_error": share(totals["loglinear_error"], totals["loglinear_tokens"]),
+        "train/effective_samples": effective_samples(totals["weight"], totals["weight_square"], totals["tokens"]),
+        "train/weight_max": _finite(largest["weight_max"]),
+        "train/weight_truncated": share(totals["weight_truncated"], totals["tokens"]),
+    }
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else NAN
+
+
+FIRST_STEPS = 5
+FLOAT32_BOUND = 1e-3
+ALARM_FACTOR = 4.0
+
+
+def mismatch_bound(first: Mapping[int, float], *, float32: bool) -> float:
+    """Bound on the mean |log proximal - log behavior| of current tokens, nats, above which the step raises its alarm.
+
+    float32 on both sides: 1e-3. Otherwise 4 times the mean of what the first steps (step -> value) measured, and no
+    bound while nothing has been measured.
+    """
+    if float32:
+        return FLOAT32_BOUND
+    measured = [value for step, value in first.items() if step < FIRST_STEPS and math.isfinite(value)]
+    return ALARM_FACTOR * sum(measured) / len(measured) if measured else math.inf

@@ -1,0 +1,246 @@
+"""The one table of metric names, and the interval ledger behind utilisation. Importable without torch.
+
+A name is `group/what`; no name is the beginning of another (trackers that map names to paths, and charts that group by
+the part before the slash, stay right). Three writers fill it, each once per step:
+
+* `learner`: rank 0, into `StepRecord.metrics`.
+* `owner`: the process that holds the pump, into `observations/step-<k>.json` (rl_core/observations.py).
+* `validator`: from the fields of `validations/step-<k>.json` of the same name behind the slash.
+
+A value that does not exist in a step (the length of right answers when none was right) is NaN, never left out and
+never 0, so that every metric has one point per step.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from rl_core.types import WorkerStatus
+
+Weighting = Literal["tokens", "answers", "groups", "updates", "prompts", "none"]
+"""What a mean averages over, and so what weights it when steps are aggregated. `none`: not a mean."""
+Writer = Literal["learner", "owner", "validator"]
+State = Literal["busy", "waiting", "syncing", "paused"]
+STATES: tuple[State, ...] = get_args(State)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One scalar per step. `Metric("reward/mean", "reward", "Mean reward.", "answers", "learner")`."""
+
+    name: str
+    unit: str
+    description: str
+    weighting: Weighting
+    writer: Writer = "learner"
+
+
+METRICS: tuple[Metric, ...] = (
+    # What the optimizer did (algorithms.md).
+    Metric("train/policy_loss", "1", "Policy loss, mean over the step's updates.", "updates"),
+    Metric("train/entropy", "nats/token", "Entropy of the policy at the sampling temperature.", "tokens"),
+    Metric("train/clip_low", "share", "Loss tokens whose ratio was clipped at 1 - clip_low.", "tokens"),
+    Metric("train/clip_high", "share", "Loss tokens whose ratio was clipped at 1 + clip_high.", "tokens"),
+    Metric("train/ratio_max", "1", "Largest ratio of the loss (policy over its anchor).", "none"),
+    Metric("train/ratio_drift", "1", "Invariant (a): largest |policy/proximal - 1| of the first micro-batch; NaN where "
+           "the proximal log-probs are not recomputed.", "none"),
+    Metric("train/kl_proximal", "nats/token", "k3 of policy against proximal over all updates.", "tokens"),
+    Metric("train/grad_norm", "1", "Gradient norm before clipping, mean over the updates that were made.", "updates"),
+    Metric("train/learning_rate", "1", "Learning rate of this step.", "none"),
+    Metric("train/skipped_updates", "updates", "Updates skipped because loss or gradient was not finite.", "none"),
+    Metric("train/loss_tokens", "tokens", "Tokens in the loss of one pass, after masks.", "none"),
+    Metric("train/mismatch_current_abs", "nats/token", "Invariant (b): mean |log proximal - log behavior|, tokens "
+           "sampled by the current version.", "tokens"),
+    Metric("train/mismatch_current_k3", "nats/token", "Invariant (b): k3 of proximal against behavior, tokens sampled "
+           "by the current version.", "tokens"),
+    Metric("train/mismatch_stale_abs", "nats/token", "The same mean for tokens of older versions.", "tokens"),
+    Metric("train/mismatch_stale_k3", "nats/token", "The same k3 for tokens of older versions.", "tokens"),
+    Metric("train/mismatch_swapped_k3", "nats/token", "The same k3 for tokens after a swap inside their answer.",
+           "tokens"),
+    Metric("train/mismatch_alarm", "0 or 1", "Invariant (b) is over its bound: 1e-3 in float32, else 4 times the mean "
+           "of the first steps.", "none"),
+    Metric("train/loglinear_error", "nats/token", "Mean |log-linear proximal - recomputed|, where both are known: "
+           "before the first update; NaN where the proximal is recomputed.", "tokens"),
+    Metric("train/effective_samples", "share", "Effective sample size of the token weights proximal/behavior: "
+           "1 / mean((w / mean w)^2).", "tokens"),
+    Metric("train/weight_max", "1", "Largest token weight proximal/behavior before truncation.", "none"),
+    Metric("train/weight_truncated", "share", "Token weights cut at the cap.", "tokens"),
+    # What was trained on.
+    Metric("reward/mean", "reward", "Mean reward of the claim's answers.", "answers"),
+    Metric("reward/std", "reward", "Standard deviation of the claim's rewards.", "answers"),
+    Metric("reward/correct", "share", "Right answers, apart from the shaped reward.", "answers"),
+    Metric("reward/no_spread_right", "share", "Groups without spread whose answers are all right: no gradient.",
+           "groups"),
+    Metric("reward/no_spread_wrong", "share", "Groups without spread whose answers are not all right.", "groups"),
+    Metric("rollout/length_mean", "tokens", "Mean answer length of the claim.", "answers"),
+    Metric("rollout/length_p95", "tokens", "95th percentile of the answer length.", "answers"),
+    Metric("rollout/length_right", "tokens", "Mean length of right answers.", "answers"),
+    Metric("rollout/length_wrong", "tokens", "Mean length of wrong answers.", "answers"),
+    Metric("rollout/truncated", "share", "Answers cut at the limit.", "answers"),
+    Metric("rollout/partial", "share", "Groups with fewer answers than asked for.", "groups"),
+    # How old it was (docs/staleness.md).
+    Metric("staleness/mean", "publications", "Mean age of the claim's groups.", "groups"),
+    Metric("staleness/p95", "publications", "95th percentile of the age.", "groups"),
+    Metric("staleness/max", "publications", "Largest age.", "none"),
+    Metric("staleness/update_lag_mean", "updates", "Optimizer updates between the weights that sampled a token and "
+           "those at the start of the step.", "tokens"),
+    Metric("staleness/update_lag_max", "updates", "Largest update lag.", "none"),
+    Metric("staleness/mixed", "share", "Answers sampled by more than one version.", "answers"),
+    Metric("staleness/masked_tokens", "tokens", "Tokens that left the loss by age.", "none"),
+    Metric("staleness/dropped_groups", "groups", "Groups dropped by this claim.", "none"),
+    Metric("staleness/dropped_tokens", "tokens", "Tokens of those groups.", "none"),
+    # Where the time went. The four shares of one side sum to 1.
+    Metric("utilization/learner_busy", "share", "Learner: computing, since the step before.", "none"),
+    Metric("utilization/learner_waiting", "share", "Learner: waiting for experience.", "none"),
+    Metric("utilization/learner_syncing", "share", "Learner: publishing weights.", "none"),
+    Metric("utilization/learner_paused", "share", "Learner: checkpoints and the like.", "none"),
+    Metric("utilization/rollout_busy", "share", "Rollout workers: generating, since the step before.", "none", "owner"),
+    Metric("utilization/rollout_waiting", "share", "Rollout workers: no lease.", "none", "owner"),
+    Metric("utilization/rollout_syncing", "share", "Rollout workers: swapping weights.", "none", "owner"),
+    Metric("utilization/rollout_paused", "share", "Rollout workers: held back.", "none", "owner"),
+    Metric("weights/changed", "share", "Values of the published weights that differ from the version before; NaN "
+           "where nothing was published.", "none"),
+    Metric("weights/served_lag", "publications", "Newest published idx minus the lowest that a worker serves.", "none",
+           "owner"),
+    Metric("rollout/tokens_per_s", "tokens/s", "Tokens generated by all workers.", "none", "owner"),
+    Metric("rollout/wasted", "share", "Generated tokens that will never land.", "none", "owner"),
+    Metric("rollout/in_flight", "groups", "Groups leased and not landed (F).", "none", "owner"),
+    Metric("system/step_s", "s", "One training step in the learner, from the claim to the record.", "none"),
+    Metric("system/update_s", "s", "Forward, backward and optimizer within it.", "none"),
+    Metric("system/samples_per_s", "answers/s", "Answers trained, over the time since the step before.", "none"),
+    Metric("system/tokens_per_s", "tokens/s", "Answer tokens trained, over the same time.", "none"),
+    Metric("validation/greedy_accuracy", "share", "Right greedy answers on held-out prompts.", "prompts", "validator"),
+    Metric("validation/sampled_accuracy", "share", "Right answers at the run's temperature.", "prompts", "validator"),
+    Metric("validation/mean_length", "tokens", "Mean length of greedy answers.", "prompts", "validator"),
+    Metric("validation/seconds", "s", "Wall time of the validation.", "none", "validator"),
+)
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+def names(writer: Writer) -> tuple[str, ...]:
+    """The names that this writer fills, in table order."""
+    return tuple(metric.name for metric in METRICS if metric.writer == writer)
+
+
+def check(metrics: Mapping[str, float], writer: Writer) -> None:
+    """Raises ValueError if these are not exactly the writer's names (unknown and missing ones are listed)."""
+    expected = set(names(writer))
+    unknown, missing = sorted(set(metrics) - expected), sorted(expected - set(metrics))
+    if unknown or missing:
+        raise ValueError(f"metrics of the {writer}: unknown {unknown}, missing {missing}; see rl_core/metrics.py")
+
+
+def validation_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a validation record; a field that is absent or null is NaN."""
+    values = {name: record.get(name.split("/")[1]) for name in names("validator")}
+    return {name: math.nan if value is None else float(value) for name, value in values.items()}
+
+
+def weighted_mean(values: Iterable[float], weights: Iterable[float]) -> float:
+    """Mean by weight over the finite values; NaN where no weight is left."""
+    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if math.isfinite(v) and w > 0]
+    total = sum(w for _, w in pairs)
+    return sum(v * w for v, w in pairs) / total if total > 0 else math.nan
+
+
+class IntervalLedger:
+    """What one side did with its time: at every moment it is in exactly one state, so the seconds sum to its age.
+
+    Thread-safe. Time is counted in whole nanoseconds of the monotonic clock.
+
+        ledger = IntervalLedger()            # waiting, from now on
+        with ledger.during("busy"):
+            ...
+        ledger.seconds()                     # {"busy": 1.5, "waiting": 0.25, "syncing": 0.0, "paused": 0.0}
+    """
+
+    def __init__(self, state: State = "waiting", clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._spent: dict[State, int] = dict.fromkeys(STATES, 0)
+        self._state: State = state
+        self._since = clock_ns()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def enter(self, state: State) -> State:
+        """Be in `state` from now on; returns the state before."""
+        with self._lock:
+            before, now = self._state, self._clock_ns()
+            self._spent[before] += now - self._since
+            self._state, self._since = state, now
+            return before
+
+    @contextmanager
+    def during(self, state: State) -> Generator[None]:
+        """`state` inside the block, then again what it was before."""
+        before = self.enter(state)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by state since the ledger was made, the running interval included."""
+        with self._lock:
+            spent = dict(self._spent)
+            spent[self._state] += self._clock_ns() - self._since
+        return {state: spent[state] / 1e9 for state in STATES}
+
+
+def utilization(side: Literal["learner", "rollout"], before: Mapping[str, float],
+                now: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the time between two readings of a ledger, by metric name; they sum to 1 (NaN where no time passed)."""
+    spent = {state: max(0.0, now.get(state, 0.0) - before.get(state, 0.0)) for state in STATES}
+    total = sum(spent.values())
+    return {f"utilization/{side}_{state}": spent[state] / total if total > 0 else math.nan for state in STATES}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReading:
+    """The counters of all rollout workers at one moment, by stream (one incarnation of one worker)."""
+
+    at_s: float
+    """Monotonic seconds."""
+    workers: dict[str, WorkerStatus]
+
+
+def read_pool(statuses: Iterable[WorkerStatus], at_s: float) -> PoolReading:
+    return PoolReading(at_s, {status.stream: status for status in statuses})
+
+
+def pool_metrics(before: PoolReading | None, now: PoolReading, *, in_flight: int,
+                 published_idx: int) -> dict[str, float]:
+    """The owner's metrics of one step from two readings: exactly `names("owner")`.
+
+    A worker that restarted in between counts from the start of its new incarnation; `before=None` counts everything
+    from the workers' start. `in_flight` is F of the admission formula (experience-store.md 3.7).
+    """
+    old = before.workers if before else {}
+    seconds_before: dict[str, float] = {}
+    seconds_now: dict[str, float] = {}
+    generated = wasted = 0
+    for stream, status in now.workers.items():
+        last = old.get(stream)
+        generated += status.tokens_generated - (last.tokens_generated if last else 0)
+        wasted += status.tokens_wasted - (last.tokens_wasted if last else 0)
+        for state in STATES:
+            seconds_now[state] = seconds_now.get(state, 0.0) + status.seconds.get(state, 0.0)
+            seconds_before[state] = seconds_before.get(state, 0.0) + (last.seconds.get(state, 0.0) if last else 0.0)
+    age = max((sum(status.seconds.values()) for status in now.workers.values()), default=0.0)
+    elapsed = now.at_s - before.at_s if before else age
+    served = [status.served.idx for status in now.workers.values() if status.served]
+    return utilization("rollout", seconds_before, seconds_now) | {
+        "weights/served_lag": float(published_idx - min(served)) if served else math.nan,
+        "rollout/tokens_per_s": generated / elapsed if elapsed > 0 else math.nan,
+        "rollout/wasted": wasted / generated if generated > 0 else math.nan,
+        "rollout/in_flight": float(in_flight),
+    }

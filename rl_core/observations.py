@@ -1,0 +1,39 @@
+"""What the owner of a run saw of the rollout side beside training step k: `observations/step-<k>.json`, put-if-absent.
+
+They stand beside the records because the learner cannot see the workers and a record is written once. Nothing is
+decided by them, so they are not fsynced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """One step seen from the rollout side. `Observation(step=4, metrics={"rollout/in_flight": 12.0}, ts_us=1)`."""
+
+    step: int
+    metrics: dict[str, float]
+    """By the owner's names of rl_core/metrics.py."""
+    ts_us: int
+
+
+def put_observation(run: RunDir, step: int, metrics: Mapping[str, float], ts_us: int) -> bool:
+    """Write it; False if the step has one already (the stored one stands)."""
+    payload = {"step": step, "metrics": dict(metrics), "ts_us": ts_us}
+    return put_if_absent(run.observation(step), to_json(payload), fsync=False)
+
+
+def read_observation(run: RunDir, step: int) -> Observation:
+    """Raises FileNotFoundError where step k has none."""
+    payload = read_json(run.observation(step))
+    return Observation(step=payload["step"], metrics=payload["metrics"], ts_us=payload["ts_us"])
+
+
+def observed_steps(run: RunDir) -> list[int]:
+    """Steps with an observation, ascending."""
+    return [k for k, _ in numbered(run.observations, r"step-(\d{9})\.json")]

@@ -1,0 +1,1 @@
+"""Procedural tasks: prompts with their answers, made from a seed."""

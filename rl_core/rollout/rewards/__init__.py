@@ -1,0 +1,1 @@
+"""Rewards: a text and a ground truth become a Score."""

@@ -1,0 +1,18 @@
+"""Checkpoints: the learner writes them aside, manifest last; the flow only says when."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.session import Session
+
+
+@task(name="checkpoint", task_run_name="checkpoint-{step}", cache_policy=NO_CACHE, persist_result=False)
+def checkpoint(session: Session, step: int) -> int:
+    """Save the state after `step` steps; returns the number of steps it holds."""
+    return session.learner.checkpoint()
+
+
+def checkpoint_due(session: Session, steps_done: int) -> bool:
+    return steps_done % session.config.checkpoint.every == 0 or steps_done == session.config.total_steps

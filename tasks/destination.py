@@ -1,0 +1,77 @@
+"""Where a run is tracked, and its settings as MLflow shows them. Known before anything starts; imports no mlflow."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit, urlunsplit
+
+from rl_core.config import Config
+from rl_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Destination:
+    """Where a run is tracked, and why there."""
+
+    uri: str
+    artifacts: str | None
+    """Artifact location of a new experiment; None leaves it to the server."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{redact(self.uri)} ({self.why})"
+
+
+def destination(config: Config, home: Path, environ: Mapping[str, str] = os.environ) -> Destination:
+    """`tracking.uri`, else MLFLOW_TRACKING_URI unless the run is isolated, else sqlite under `home`. Starts nothing.
+
+    Raises ConfigError for a bare path, which MLflow would take for its retired file store.
+    """
+    ambient = None if config.isolated else environ.get("MLFLOW_TRACKING_URI")
+    uri, why = (config.tracking.uri, "tracking.uri") if config.tracking.uri else (ambient, "MLFLOW_TRACKING_URI")
+    root = home.resolve() / "mlflow"
+    if not uri:
+        return Destination(uri=f"sqlite:///{root}/mlflow.db", artifacts=(root / "artifacts").as_uri(), why="default")
+    if "://" not in uri:
+        raise ConfigError(f"{why} is {uri!r}; write sqlite:////path/mlflow.db or http://host:port")
+    return Destination(uri=uri, artifacts=None if uri.startswith("http") else (root / "artifacts").as_uri(), why=why)
+
+
+def redact(uri: str) -> str:
+    """The URI without its password: `postgresql://me:pw@host/db` -> `postgresql://me:***@host/db`."""
+    parts = urlsplit(uri)
+    if parts.password is None:
+        return uri
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def redact_in(text: str, uri: str) -> str:
+    """`text` with every occurrence of the URI, and of its password, made harmless."""
+    password = urlsplit(uri).password
+    text = text.replace(uri, redact(uri))
+    return text.replace(password, "***") if password else text
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """All settings as plain values, without passwords."""
+    tree = config.model_dump(mode="json")
+    if tree["tracking"]["uri"]:
+        tree["tracking"]["uri"] = redact(tree["tracking"]["uri"])
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings as MLflow params: `{"learner": {"lr": 0.001}}` -> `{"learner.lr": "0.001"}`."""
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(cast(dict[str, Any], value), f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat

@@ -1,0 +1,29 @@
+"""Where runs lie and what they are called."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+from rl_core.errors import ConfigError
+from rl_core.run_dir import RunDir
+
+KEY_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-~")
+
+
+def headway_home() -> Path:
+    """Where runs, caches and databases lie: HEADWAY_HOME, else ~/.headway."""
+    return Path(os.environ.get("HEADWAY_HOME") or Path.home() / ".headway").expanduser().resolve()
+
+
+def run_dir(run_key: str) -> RunDir:
+    """The directory of a run by its key. Raises ConfigError for a key that is no plain name."""
+    if not run_key or run_key[0] in ".-" or any(c not in KEY_LETTERS for c in run_key):
+        raise ConfigError(f"--run-key {run_key!r}: use letters, digits and . _ - ~, a letter or digit first")
+    return RunDir(headway_home() / "runs" / run_key)
+
+
+def new_run_key(preset: str) -> str:
+    """`tiny-cpu-20260131-074512`: the preset and the time."""
+    return f"{Path(preset).stem}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -1,0 +1,38 @@
+"""The end of a run: final figures, summary, Prefect artifacts, MLflow status. All derived from the run directory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from prefect import task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from rl_core.history import summarize
+from tasks.figures import draw_figures
+
+if TYPE_CHECKING:
+    from tasks.session import Session
+
+
+@task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
+def publish_report(session: Session) -> dict[str, Any]:
+    """Write what a finished run leaves behind and return its summary (the keys of `headway train --json`)."""
+    run, config, identity = session.run, session.config, session.identity
+    figures = draw_figures(run, title=identity.run_key, limit=config.staleness.limit)
+    summary = summarize(run, run_key=identity.run_key, status="completed",
+                        wall_s=time.monotonic() - session.started_s).as_json()
+    create_markdown_artifact(markdown=summary_markdown(summary), key="summary", description="Summary of the run")
+    session.finish("completed", figures=figures, summary=summary)
+    summary["mlflow_run_id"] = session.tracker.run_id
+    if session.tracker.link is not None:
+        create_link_artifact(link=session.tracker.link, link_text=f"MLflow run {identity.run_key}", key="mlflow-run",
+                             description="Metrics, figures and parameters of this run")
+    return summary
+
+
+def summary_markdown(summary: dict[str, Any]) -> str:
+    """The summary as a table; a value that does not exist is a dash."""
+    rows = [f"| {key} | {'-' if value is None else value} |" for key, value in summary.items()]
+    return "\n".join(["| what | value |", "| --- | --- |", *rows])

@@ -1,0 +1,254 @@
+"""How one server is started and asked: commands, environments, secrets, probes. Imports neither Prefect nor Ray.
+
+Nothing of the caller's Prefect, Ray or MLflow settings reaches them; each is the leader of a session of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import importlib.metadata
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from rl_core.errors import DeadlinePassed, DeadPart
+from tasks import keeper
+
+HOST = "127.0.0.1"
+DATABASE = "prefect.db"
+RAY_OBJECT_STORE_BYTES = 75 * 2**20
+"""Ray's smallest. Claims and weights travel by file; the store carries only small arguments."""
+RAY_START = """
+import ray._private.services
+ray._private.services.start_api_server = lambda *args, **kwargs: ("", None)
+from ray.scripts.scripts import main
+main()
+"""
+"""`ray start` without the process behind the dashboard, which it starts even when told not to have one, to collect usage
+statistics that are off: 65 MB, and a second of every start."""
+RAY_CPUS = 2
+"""Worker processes that Ray starts ahead for the first driver. Actors ask for none: their threads are settings."""
+
+
+class Process(NamedTuple):
+    """A process by pid and start time (clock ticks since boot)."""
+
+    pid: int
+    started: int
+
+
+# -- processes
+
+def spawn(command: list[str], env: dict[str, str], *, cwd: Path, log: Path) -> Process:
+    """Start a process as the leader of a session of its own, its output appended to `log`."""
+    with open(log, "ab") as out:
+        child = subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out,
+                                 stderr=subprocess.STDOUT, start_new_session=True)
+    started = keeper.start_time(child.pid)
+    child.returncode = 0  # collected by keeper.end_sessions; Popen shall not warn or wait when it is dropped
+    if started is None:
+        raise DeadPart(f"{command[0]} ended at once\n{tail(log)}")
+    return Process(child.pid, started)
+
+
+def wait(name: str, process: Process, log: Path, until: float, ready: Callable[[], bool],
+         tick: Callable[[], None] = lambda: None) -> None:
+    """Wait until `ready`; `tick` is called meanwhile. Raises DeadPart when the process ends first, DeadlinePassed."""
+    begun = time.monotonic()
+    while not ready():
+        tick()
+        if not keeper.is_alive(*process):
+            raise DeadPart(f"{name} ended while it started; the end of {log}:\n{tail(log)}")
+        if time.monotonic() > until:
+            keeper.end_sessions([process], 2.0)
+            raise DeadlinePassed(f"{name} did not answer in {time.monotonic() - begun:.0f} s "
+                                 f"(deadlines.service_start_s); the end of {log}:\n{tail(log)}")
+        time.sleep(0.05)
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def clean_environ() -> dict[str, str]:
+    """This environment without anybody's Prefect, Ray and MLflow settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_", "MLFLOW_"))}
+
+
+# -- secrets
+
+def secret(home: Path, name: str, make: Callable[[], str]) -> str:
+    """The secret `home/secrets/<name>`, made (mode 0600, before its bytes) where there is none."""
+    path = home / "secrets" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    if not path.exists():
+        aside = path.with_name(f".{name}.{os.getpid()}-{secrets.token_hex(4)}")
+        with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(make())
+        with suppress(FileExistsError):  # another start was quicker: its secret stands
+            os.link(aside, path)
+        aside.unlink()
+    return path.read_text()
+
+
+def prefect_auth(home: Path) -> str:
+    return secret(home, "prefect-auth", lambda: f"headway:{secrets.token_urlsafe(32)}")
+
+
+def ray_token(home: Path) -> Path:
+    """Path of the token file; Ray takes the path, and the file must be there first."""
+    secret(home, "ray-token", lambda: secrets.token_hex(32))
+    return home / "secrets" / "ray-token"
+
+
+# -- Prefect
+
+def prefect_command(port: int) -> list[str]:
+    """Prefect's application on uvicorn, as `prefect server start` runs it; without the CLI it is up a third sooner."""
+    return [sys.executable, "-P", "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", HOST,
+            "--port", str(port), "--log-level", "warning", "--timeout-keep-alive", "60", "--lifespan", "on"]
+
+
+def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
+    page = f"http://{HOST}:{port}"
+    return clean_environ() | {
+        "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_PROFILES_PATH": str(home / "prefect" / "profiles.toml"),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect' / DATABASE}",
+        "PREFECT_SERVER_API_HOST": HOST, "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_API_AUTH_STRING": auth,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
+        "PREFECT_UI_API_URL": f"{page}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
+        # In memory, a restart of the server crashes every limited run at its next lease renewal.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        "PREFECT__SERVER_FINAL": "1",
+    }
+
+
+@contextmanager
+def first_start(base: Path) -> Iterator[None]:
+    """Servers of one home take turns while the database is made or migrated, which is not made for two at once."""
+    done = base / f"migrated-{importlib.metadata.version('prefect')}"
+    if done.exists():
+        yield
+        return
+    with keeper.locked(base):
+        if not done.exists() and not (base / DATABASE).exists() and template().exists():
+            shutil.copyfile(template(), base / DATABASE)
+        yield
+    done.touch()
+
+
+def template() -> Path:
+    """An empty migrated Prefect database of this environment: making one takes five seconds, which `prepare` spends."""
+    return Path(sys.prefix) / "share" / "headway" / f"prefect-{importlib.metadata.version('prefect')}.db"
+
+
+def prepare() -> None:
+    """Make the template database, once for an environment. Without it the first start of every home is slower."""
+    if template().exists():
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        env = clean_environ() | {
+            "PREFECT_HOME": scratch, "DO_NOT_TRACK": "1",
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{scratch}/{DATABASE}"}
+        subprocess.run([sys.executable, "-P", "-m", "prefect", "server", "database", "upgrade", "-y"], env=env,
+                       cwd=scratch, check=True, stdout=subprocess.DEVNULL)
+        template().parent.mkdir(parents=True, exist_ok=True)
+        aside = template().with_suffix(f".{os.getpid()}")
+        shutil.copyfile(Path(scratch) / DATABASE, aside)
+        aside.rename(template())
+
+
+def prefect_answers(api_url: str, auth: str) -> bool:
+    """Whether the server is healthy and knows our secret (any server would answer /health, also a stranger's)."""
+    address = api_url.removeprefix("http://").removesuffix("/api")
+    connection = http.client.HTTPConnection(address, timeout=2.0)
+    try:
+        basic = base64.b64encode(auth.encode()).decode()
+        connection.request("GET", "/api/admin/version", headers={"Authorization": f"Basic {basic}"})
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+# -- Ray
+
+def ray_command(port: int, scratch: str) -> list[str]:
+    """A head without dashboard, monitor, log monitor. It listens on all interfaces: the token is what protects it."""
+    command = [sys.executable, "-P", "-c", RAY_START, "start", "--head", "--block", f"--node-ip-address={HOST}",
+               f"--port={port}", f"--temp-dir={scratch}", f"--num-cpus={RAY_CPUS}",
+               f"--object-store-memory={RAY_OBJECT_STORE_BYTES}", "--include-dashboard=false", "--no-monitor",
+               "--include-log-monitor=false", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
+    if importlib.util.find_spec("grpc") is not None:  # only then does Ray open its client port, else at a fixed number
+        command.append(f"--ray-client-server-port={free_port()}")
+    return command
+
+
+def ray_env(token: Path) -> dict[str, str]:
+    tree = str(Path(__file__).resolve().parent.parent)
+    return clean_environ() | {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0", "DO_NOT_TRACK": "1",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_process_group_cleanup_enabled": "1",  # a worker that crashes takes its children along
+        "RAY_worker_maximum_startup_concurrency": str(os.cpu_count() or 1),
+        "PYTHONPATH": os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH")))),
+    }
+
+
+def ray_answers(address: str, scratch: str) -> bool:
+    """Whether the head takes connections and its scheduler is there."""
+    host, _, port = address.rpartition(":")
+    return accepts_unix(Path(scratch) / "session_latest" / "sockets" / "raylet") and accepts(host, int(port))
+
+
+def accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def accepts_unix(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def short_tmp() -> str:
+    """Ray's sockets lie below it, and a socket's path has at most 107 bytes."""
+    tmp = tempfile.gettempdir()
+    return tmp if len(tmp) <= 32 else "/tmp"
+
+
+if __name__ == "__main__":
+    prepare()

@@ -1,0 +1,373 @@
+"""The processes beside the flow: a Prefect server and a Ray head, given by address or started for one run alone.
+
+Private services live in sessions of their own, so that Ctrl-C and a worker's group SIGTERM do not reach them, and are
+found again by a quick restart of the run. They are ended last, by pid and start time; a watchdog (keeper.py) ends them
+when no owner was heard for `owner_timeout_s`. Loopback is no fence: Prefect gets an auth string and takes requests of
+its own page only, Ray wants a token from everybody. Telemetry is off. Imports neither Prefect nor Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rl_core.config import DeadlineConfig
+from rl_core.errors import DeadlinePassed, DeadPart
+from rl_core.run_dir import replace_file, to_json
+from tasks import keeper, servers
+from tasks.servers import HOST, Process
+
+START_TRIES = 3
+"""A free port can be taken by somebody else before the service binds it: that, and only that, is tried again."""
+PRIVATE = "HEADWAY_PRIVATE_SERVICES"
+"""Names, in a process that exported them, the services whose addresses are private: they are no ambient settings."""
+
+OnStage = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """Where the services of a run are. `pids` holds only the private ones, which `stop` ends."""
+
+    state_dir: Path
+    prefect_api_url: str
+    prefect_auth: str | None = field(repr=False)
+    ray_address: str
+    ray_token_path: Path | None
+    pids: dict[str, Process]
+    where: dict[str, str]
+    """For people: `{"prefect": "http://127.0.0.1:4321/api (private, started for this run)", ...}`."""
+    env: dict[str, str] = field(repr=False)
+    """To be exported in the owner's process before prefect or ray are imported: `export`."""
+    unset: tuple[str, ...] = ()
+    """Ambient variables that `export` removes first."""
+    adopted: bool = False
+    """True when a service of an earlier owner was found alive."""
+
+
+def export(services: Services) -> None:
+    """Make this process, and its children, use these services."""
+    for name in services.unset:
+        os.environ.pop(name, None)
+    os.environ.update(services.env)
+
+
+def start(state_dir: Path, home: Path, *, isolated: bool, deadlines: DeadlineConfig,
+          on_stage: OnStage = lambda name, seconds: None) -> Services:
+    """Services of one run: given by address, alive from an earlier owner, or started now, both at once.
+
+    `state_dir` holds their addresses, pids, logs and heartbeat; databases and secrets lie under `home`. `isolated`
+    ignores ambient addresses, except the server of a flow that Prefect itself started. `on_stage(name, seconds)` is
+    called, from a thread, as each gets ready. From then on the watchdog hears this process, until `stop`. Raises
+    DeadlinePassed after `deadlines.service_start_s`, DeadPart (with the end of its log) for a service that cannot
+    start.
+    """
+    state_dir.mkdir(parents=True, exist_ok=True)
+    given = ambient(isolated=isolated)
+    until = time.monotonic() + deadlines.service_start_s
+    with keeper.locked(state_dir):
+        state = _usable(state_dir, home) or _nothing()
+        heartbeat(state_dir)
+        adopted = bool(state["processes"])
+        wanted = [name for name in ("prefect", "ray") if name not in given and name not in state["processes"]]
+        state |= {"owner_timeout_s": deadlines.owner_timeout_s, "starting": bool(wanted)}
+        if wanted or adopted:
+            _watch(state_dir, state)
+        try:
+            _start_all(wanted, _Start(state_dir, home, state, until), on_stage)
+        except BaseException:
+            keeper.end_services(state_dir, state, keeper.GRACE_S)
+            _end_keeper(state)
+            raise
+        if wanted:
+            state["starting"] = False
+            _write(state_dir, state)
+    if state["processes"]:
+        _Beat.start(state_dir, deadlines.owner_timeout_s)
+    return _services(state_dir, home, state, given, adopted=adopted, isolated=isolated)
+
+
+def _nothing() -> dict[str, Any]:
+    return {"boot_id": keeper.boot_id(), "processes": {}, "addresses": {}, "scratch": None}
+
+
+class _Beat:
+    """Tells the watchdogs of `state_dir` that this process, their owner, lives: one thread from `start` to `stop`."""
+
+    _beats: ClassVar[dict[Path, threading.Event]] = {}
+
+    @classmethod
+    def start(cls, state_dir: Path, owner_timeout_s: float) -> None:
+        cls.stop(state_dir)
+        end = cls._beats[state_dir] = threading.Event()
+        threading.Thread(target=cls._run, args=(state_dir, beat_s(owner_timeout_s), end), name="services-heartbeat",
+                         daemon=True).start()
+
+    @classmethod
+    def stop(cls, state_dir: Path) -> None:
+        if (end := cls._beats.pop(state_dir, None)) is not None:
+            end.set()
+
+    @staticmethod
+    def _run(state_dir: Path, every_s: float, end: threading.Event) -> None:
+        while not end.wait(every_s):
+            with suppress(FileNotFoundError):  # the run directory was removed under a live owner
+                heartbeat(state_dir)
+
+
+def beat_s(owner_timeout_s: float) -> float:
+    """How often an owner makes itself heard: six times within its timeout, so that a slow machine does no harm."""
+    return min(2.0, owner_timeout_s / 6)
+
+
+def heartbeat(state_dir: Path) -> None:
+    """Tell the watchdog once that the owner lives. `start` does this all the time, until `stop`."""
+    path = state_dir / keeper.HEARTBEAT
+    path.touch()
+    os.utime(path)
+
+
+def dead(services: Services) -> list[str]:
+    """Names of private services that are gone."""
+    return [name for name, p in services.pids.items() if not keeper.is_alive(p.pid, p.started)]
+
+
+def stop(services: Services, deadline_s: float = 10.0) -> None:
+    """End the private services and their watchdog. Services given by address are left alone.
+
+    Raises DeadlinePassed naming the pids that outlive SIGKILL.
+    """
+    if not services.pids:
+        return
+    _Beat.stop(services.state_dir)
+    with keeper.locked(services.state_dir):
+        state = keeper.read_state(services.state_dir)
+        if state is None:
+            return
+        left = keeper.end_services(services.state_dir, state, deadline_s)
+    _end_keeper(state)
+    if left:
+        raise DeadlinePassed(f"services of {services.state_dir}: pids {left} are still there after SIGKILL")
+
+
+# -- what is there already
+
+def ambient(*, isolated: bool, environ: Mapping[str, str] = os.environ) -> dict[str, tuple[str, str]]:
+    """Services given by address: `{"ray": ("10.0.0.1:6379", "RAY_ADDRESS")}`, name -> (address, why).
+
+    A flow that Prefect's worker started stays with that server, also when isolated.
+    """
+    given: dict[str, tuple[str, str]] = {}
+    private = environ.get(PRIVATE, "").split(",")
+    api = environ.get("PREFECT_API_URL")
+    if api and "PREFECT__FLOW_RUN_ID" in environ:
+        given["prefect"] = (api, "the server that started this flow run")
+    elif not isolated and "prefect" not in private:
+        if api:
+            given["prefect"] = (api, "PREFECT_API_URL")
+        elif profile := _profile_url(environ):
+            given["prefect"] = profile
+    if not isolated and "ray" not in private and environ.get("RAY_ADDRESS"):
+        given["ray"] = (environ["RAY_ADDRESS"], "RAY_ADDRESS")
+    return given
+
+
+def _profile_url(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """API address of the active Prefect profile, if it names one."""
+    home = Path(environ.get("PREFECT_HOME") or Path.home() / ".prefect")
+    path = Path(environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
+    try:
+        profiles = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError):
+        return None
+    name = environ.get("PREFECT_PROFILE") or profiles.get("active")
+    url = profiles.get("profiles", {}).get(name, {}).get("PREFECT_API_URL")
+    return (url, f"Prefect profile {name!r}") if url else None
+
+
+def _usable(state_dir: Path, home: Path) -> dict[str, Any] | None:
+    """The state file if its services live and answer; dead ones, and leftovers of them, are cleared away."""
+    state = keeper.read_state(state_dir)
+    if state is None:
+        return None
+    for name, process in list(state["processes"].items()):
+        alive = state["boot_id"] == keeper.boot_id() and keeper.is_alive(process["pid"], process["started"])
+        if not (alive and _answers(name, state, home)):
+            keeper.end_sessions([(p, s) for p, s in keeper.leaders_of(state) if p == process["pid"]], 2.0)
+            del state["processes"][name], state["addresses"][name]
+            if name == "ray":
+                keeper.clear_scratch(state_dir, state)
+    if state["processes"]:
+        return state
+    keeper.end_services(state_dir, state, 0.0)
+    _end_keeper(state)
+    return None
+
+
+def _answers(name: str, state: dict[str, Any], home: Path) -> bool:
+    address = state["addresses"][name]
+    if name == "prefect":
+        return servers.prefect_answers(address, servers.prefect_auth(home))
+    return servers.ray_answers(address, state["scratch"])
+
+
+# -- starting
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What the threads of one start share."""
+
+    state_dir: Path
+    home: Path
+    state: dict[str, Any]
+    until: float
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+    def note(self, name: str, process: Process, address: str) -> None:
+        """Record a process the moment it exists, so that the watchdog knows it if this owner dies during the start."""
+        with _WRITING:
+            self.state["processes"][name] = {"pid": process.pid, "started": process.started}
+            self.state["addresses"][name] = address
+            replace_file(self.state_dir / keeper.STATE, to_json(self.state))
+
+    def tick(self) -> None:
+        heartbeat(self.state_dir)
+        if self.given_up.is_set():
+            raise DeadlinePassed("the start was given up")
+
+
+_WRITING = threading.Lock()
+
+
+def _write(state_dir: Path, state: dict[str, Any]) -> None:
+    with _WRITING:
+        replace_file(state_dir / keeper.STATE, to_json(state))
+
+
+def _start_all(names: list[str], start: _Start, on_stage: OnStage) -> None:
+    """All at once. The first failure, or a Ctrl-C, makes the others give up before it is raised."""
+    pool = ThreadPoolExecutor(2, thread_name_prefix="services")
+    try:
+        launches = [pool.submit(_launch, name, start, on_stage) for name in names]
+        for launch in wait_for(launches, return_when=FIRST_EXCEPTION).done:
+            launch.result()
+    finally:
+        start.given_up.set()
+        pool.shutdown(wait=True)
+
+
+def _launch(name: str, start: _Start, on_stage: OnStage) -> None:
+    """Start one service and wait until it answers."""
+    begun = time.monotonic()
+    for attempt in range(1, START_TRIES + 1):
+        try:
+            (_start_prefect if name == "prefect" else _start_ray)(start)
+            break
+        except DeadPart as error:
+            if attempt == START_TRIES or "in use" not in str(error).lower():
+                raise
+    on_stage(name, time.monotonic() - begun)
+
+
+def _start_prefect(start: _Start) -> None:
+    auth, port = servers.prefect_auth(start.home), servers.free_port()
+    address = f"http://{HOST}:{port}/api"
+    base, log = start.home / "prefect", start.state_dir / "prefect.log"
+    base.mkdir(parents=True, exist_ok=True)
+    with servers.first_start(base):
+        process = servers.spawn(servers.prefect_command(port), servers.prefect_env(start.home, port, auth), cwd=base,
+                                log=log)
+        start.note("prefect", process, address)
+        servers.wait("Prefect server", process, log, start.until, lambda: servers.prefect_answers(address, auth),
+                     start.tick)
+
+
+def _start_ray(start: _Start) -> None:
+    keeper.clear_scratch(start.state_dir, start.state)  # of a try before this one
+    token, port = servers.ray_token(start.home), servers.free_port()
+    address, log = f"{HOST}:{port}", start.state_dir / "ray.log"
+    scratch = start.state["scratch"] = tempfile.mkdtemp(prefix="headway-", dir=servers.short_tmp())
+    process = servers.spawn(servers.ray_command(port, scratch), servers.ray_env(token), cwd=Path(scratch), log=log)
+    start.note("ray", process, address)
+    servers.wait("Ray head", process, log, start.until, lambda: servers.ray_answers(address, scratch), start.tick)
+
+
+def _watch(state_dir: Path, state: dict[str, Any]) -> None:
+    """Have a live watchdog that the state file names, before there is anything to watch."""
+    old = state.get("keeper")
+    if old is not None and keeper.is_alive(old["pid"], old["started"]):
+        _write(state_dir, state)
+        return
+    name = secrets.token_hex(8)
+    state["keeper"] = {"name": name, "pid": 0, "started": 0}
+    _write(state_dir, state)
+    command = [sys.executable, "-I", "-S", keeper.__file__, str(state_dir), name]
+    state["keeper"]["pid"], state["keeper"]["started"] = servers.spawn(
+        command, {}, cwd=state_dir, log=state_dir / "keeper.log")
+    _write(state_dir, state)
+
+
+def _end_keeper(state: dict[str, Any]) -> None:
+    watchdog = state.get("keeper")
+    if watchdog is not None and watchdog["pid"] and state["boot_id"] == keeper.boot_id():
+        keeper.end_sessions([(watchdog["pid"], watchdog["started"])], 2.0)
+
+
+def _services(state_dir: Path, home: Path, state: dict[str, Any], given: dict[str, tuple[str, str]], *, adopted: bool,
+              isolated: bool) -> Services:
+    private = {name: address for name, address in state["addresses"].items() if name not in given}
+    address = {name: given[name][0] if name in given else private[name] for name in ("prefect", "ray")}
+    auth = servers.prefect_auth(home) if "prefect" in private else os.environ.get("PREFECT_API_AUTH_STRING")
+    token = servers.ray_token(home) if "ray" in private else None
+    how = "private, of the start before this one" if adopted else "private, for this run alone"
+    return Services(
+        state_dir=state_dir, prefect_api_url=address["prefect"], prefect_auth=auth, ray_address=address["ray"],
+        ray_token_path=token, adopted=adopted,
+        pids={name: Process(p["pid"], p["started"]) for name, p in state["processes"].items()},
+        where={name: f"{address[name]} ({given[name][1] if name in given else how})" for name in ("prefect", "ray")},
+        env=_owner_env(home, address, auth, token, private), unset=_ambient_names(given, isolated=isolated))
+
+
+def _ambient_names(given: dict[str, tuple[str, str]], *, isolated: bool) -> tuple[str, ...]:
+    """Ambient settings that would reach past the private services."""
+    prefixes = tuple(prefix for name, prefix in (("prefect", "PREFECT_"), ("ray", "RAY_")) if name not in given)
+    always = () if "prefect" in given else ("PREFECT_API_KEY",)  # goes before the auth string
+    return tuple(name for name in os.environ if name in always or (isolated and name.startswith(prefixes)))
+
+
+def _owner_env(home: Path, address: dict[str, str], auth: str | None, token: Path | None,
+               private: Mapping[str, str]) -> dict[str, str]:
+    """What the owner's process exports: addresses, secrets, quiet logs (the API keeps them), no telemetry."""
+    env = {
+        "PREFECT_API_URL": address["prefect"], "RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0",
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false", "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR", "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING",
+    }
+    if auth is not None:
+        env["PREFECT_API_AUTH_STRING"] = auth
+    if "prefect" in private:
+        env |= {"PREFECT_HOME": str(home / "prefect"),
+                "PREFECT_PROFILES_PATH": str(home / "prefect" / "profiles.toml")}
+    if token is not None:
+        env |= {"RAY_ADDRESS": address["ray"], "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
+                # Ray ends a driver (exit code 1, no `finally`) this long after its head died. cluster.py sees the death
+                # itself, and the run shall fail with that cause.
+                "RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
+    if private:
+        env[PRIVATE] = ",".join(sorted(private))
+        hosts = {host for name in ("NO_PROXY", "no_proxy") for host in os.environ.get(name, "").split(",") if host}
+        env |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(hosts | {HOST, "localhost"})))
+    return env

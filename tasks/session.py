@@ -1,0 +1,262 @@
+"""One start of a run: owner lock, attempt, model, actors, restored learner, offered weights.
+
+A start and a restart are one path; all that differs is what the run directory already holds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prefect import runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture
+
+from rl_core.config import Config
+from rl_core.errors import ConfigError, DataError, DeadPart
+from rl_core.experience.experience import Experience
+from rl_core.experience.shards import sweep_tmp
+from rl_core.metrics import PoolReading, pool_metrics, read_pool
+from rl_core.model_setup import model_digests, set_up_model
+from rl_core.records import recorded_steps
+from rl_core.rollout.prompts import PromptSource
+from rl_core.rollout.pump import Pump
+from rl_core.run_dir import OwnerLock, RunDir, replace_file, self_test, to_json
+from rl_core.run_identity import RunIdentity, check_inputs, open_identity
+from rl_core.types import StepRecord, WeightVersion
+from rl_core.versions import newest_version
+from tasks import cluster, services
+from tasks.paths import headway_home, run_dir
+from tasks.progress import Progress, ProgressArtifact
+from tasks.tracking import Tracker, destination
+from tasks.training import Claims, LearnerGroup
+
+
+class Session:
+    """What one start of a run holds while it lives. Made by `open_session`, filled by `set_up`, taken down by `close`."""
+
+    learner: LearnerGroup
+    pool: cluster.RemotePool
+    validator: cluster.Handle
+    experience: Experience
+    claims: Claims
+    pump: Pump
+    tracker: Tracker
+    rollout: PrefectFuture[None]
+
+    def __init__(self, run: RunDir, identity: RunIdentity, config: Config, lock: OwnerLock, progress: Progress) -> None:
+        self.run, self.identity, self.config, self.lock, self.progress = run, identity, config, lock, progress
+        self.attempt = 0
+        self.first_step = 0
+        self.started_s = time.monotonic()
+        self.stop = threading.Event()
+        self.validations: list[Any] = []
+        self.validating = threading.Lock()
+        self._before: PoolReading | None = None
+        self._artifact = ProgressArtifact(config.total_steps)
+
+    @property
+    def remaining_steps(self) -> range:
+        """From the first step without a record; from the run directory, not from a cache."""
+        return range(self.first_step, self.config.total_steps)
+
+    def saw_step(self, record: StepRecord) -> None:
+        """Note a trained step: what the rollout side did meanwhile, tracking, status line."""
+        self.experience.wake()  # a version may have been published
+        now = read_pool(self.pump.statuses(), time.monotonic())
+        published = newest_version(self.run)
+        metrics = pool_metrics(self._before, now, in_flight=self.experience.F,
+                               published_idx=published.idx if published else 0)
+        self._before = now
+        self.tracker.observe(record.step, metrics)
+        self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics)
+        self._artifact.done(record.step + 1)
+
+    def saw_validation(self, record: dict[str, Any]) -> None:
+        """Note a finished validation: tracking and status line."""
+        self.tracker.wake()
+        first = {"accuracy_start": record["greedy_accuracy"]} if record["step"] == 0 else {}
+        self.progress.set(accuracy=record["greedy_accuracy"], **first)
+
+    def end_rollout(self) -> None:
+        """Let the pump go and end the workers: nothing more is claimed. Raises what the pump raised."""
+        self.stop.set()
+        self.rollout.result(timeout=5)
+        self.pool.kill()
+
+    def finish(self, status: str, figures: Sequence[Path] = (), **result: Any) -> None:
+        """Write how this attempt ended; MLflow, the status line and the exit code agree with it."""
+        payload = {"status": status, "attempt": self.attempt, "run_key": self.identity.run_key,
+                   "ts_us": time.time_ns() // 1000, **result}
+        self.progress.set(state=status)
+        try:
+            replace_file(self.run.result, to_json(payload))
+        except OSError as error:  # a full disk: the console still says it
+            self.progress.set(trouble=f"{self.run.result}: {error}")
+        tracker = getattr(self, "tracker", None)
+        if tracker is not None:
+            ends = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+            tracker.finish(ends[status], deadline_s=20 if status == "completed" else 5, artifacts=figures)
+
+    def failed(self, error: BaseException) -> None:
+        """Note the first cause of a failure: a pump that died is the cause of the claim that it starved."""
+        cause = _first_cause(error)
+        self.run.logs.mkdir(parents=True, exist_ok=True)
+        (self.run.logs / f"failure-{self.attempt:06d}.txt").write_text("".join(traceback.format_exception(error)))
+        self.stop.set()
+        self.finish("failed", error=type(cause).__name__, message=str(cause))
+
+    def cancelled(self, signal: BaseException) -> str:
+        """Note a stop from outside; returns the state's message with the command that resumes."""
+        self.stop.set()
+        name = "SIGINT" if isinstance(signal, KeyboardInterrupt) else "SIGTERM"
+        self.finish("cancelled", signal=name)
+        return f"{name} after {len(recorded_steps(self.run))} steps; the same command with " \
+               f"--run-key {self.identity.run_key} goes on"
+
+    def close(self) -> None:
+        """End what this start began, in order; nothing here waits longer than its own deadline. Actors need no goodbye:
+        checkpoint, claims and records bring everything back."""
+        self.stop.set()
+        if hasattr(self, "claims"):
+            self.claims.close()
+        ends = [end for name, end in (("pool", "kill"), ("learner", "close"), ("validator", "kill"))
+                if hasattr(self, name) for end in (getattr(getattr(self, name), end),)]
+        with ThreadPoolExecutor(3, thread_name_prefix="end-actors") as threads:
+            for ended in [threads.submit(end) for end in ends]:
+                with suppress(DeadPart):
+                    ended.result()
+        cluster.disconnect()
+        self._artifact.close()
+        self.progress.close()
+        self.lock.release()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None and not isinstance(error, ConfigError | DataError):
+        error = error.__cause__
+    return error
+
+
+def open_session(preset: str, config: Config, run_key: str) -> Session:
+    """Own the run: lock, identity, status view. Raises RunIsAlive, or ConfigError for other identity fields."""
+    run = run_dir(run_key)
+    lock = OwnerLock(run)
+    try:
+        identity = open_identity(run, run_key, preset, config)
+        progress = Progress(run, {"run_key": run_key, "total_steps": config.total_steps})
+        return Session(run, identity, config, lock, progress)
+    except BaseException:
+        lock.release()
+        raise
+
+
+@task(name="set-up", task_run_name="set-up", cache_policy=NO_CACHE, persist_result=False)
+def set_up(session: Session) -> None:
+    """Everything from an empty or half-done run directory to weights that workers can be offered.
+
+    Raises NoExclusiveCreate, ConfigError (inputs that changed), CheckpointDamaged, DeadPart.
+    """
+    run, config, progress = session.run, session.config, session.progress
+    for directory in (run.ledger(), run.records, run.versions, run.attempts, run.outcomes):
+        self_test(directory)
+    session.attempt = session.lock.next_attempt(len(recorded_steps(run)), runtime.flow_run.get_id())
+    with progress.stage("model"):
+        _place_model(session)
+        prompts = PromptSource.of_model(config, run.model)
+        check_inputs(run, {**model_digests(run.model), "data": prompts.digest})
+    with progress.stage("actors"):
+        _start_actors(session)
+    with progress.stage("learner"):
+        session.first_step = session.learner.bring_up(
+            lambda done, total: progress.set(state="replaying", replayed=[done, total]))
+        session.learner.publish()
+    with progress.stage("experience"):
+        session.experience = Experience(run, config, session.attempt)
+        session.claims = Claims(session.experience, config)
+        session.pump = Pump(run, config, prompts, session.experience, session.pool, session.attempt)
+        progress.watch(session.pump.snapshot)
+    session.tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=session.identity.run_uuid,
+                              run_key=session.identity.run_key, tags=_tags(session),
+                              report=lambda text: progress.set(note=text))
+    session.tracker.start()  # here, since its imports would slow down the actors' start
+    progress.set(state="training", step=session.first_step)
+
+
+def _place_model(session: Session) -> None:
+    """The initial model in the run directory, so that a replay finds it whatever happens to the original."""
+    run, config, progress = session.run, session.config, session.progress
+    if run.model.exists():
+        return
+    source = set_up_model(config, headway_home() / "models",
+                          lambda done, total: progress.set(state="warming up", warmed_up=[done, total]))
+    aside = run.root / f".model-{os.getpid()}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(source, aside)
+    aside.rename(run.model)
+
+
+def _start_actors(session: Session) -> None:
+    """Learner ranks, rollout workers and the validation engine: alive from an earlier start, or new, all at once."""
+    config, deadlines = session.config, session.config.deadlines
+    where = services.start(session.run.services, headway_home(), isolated=config.isolated, deadlines=deadlines)
+    cluster.connect(where, owner_timeout_s=deadlines.owner_timeout_s)
+    session.learner = LearnerGroup(session.run, config, lambda: _learner_specs(session))
+    session.pool = cluster.RemotePool(_worker_specs(session), call_s=deadlines.call_s, swap_s=deadlines.swap_s)
+    with ThreadPoolExecutor(3, thread_name_prefix="set-up") as pool:
+        starts = [pool.submit(session.learner.start), pool.submit(session.pool.links)]
+        if config.data.validation is not None:
+            starts.append(pool.submit(cluster.start_or_adopt, _validator_spec(session)))
+    for start in starts:
+        start.result()
+    if config.data.validation is not None:
+        session.validator = starts[2].result()
+
+
+def _spec(session: Session, role: str, index: int, factory: str, threads: int, gpus: float,
+          **kwargs: Any) -> cluster.ActorSpec:
+    deadlines = session.config.deadlines
+    return cluster.ActorSpec(
+        run_uuid=session.identity.run_uuid, role=role, rank=index, attempt=session.attempt, factory=factory,
+        kwargs={"root": str(session.run.root), "config": session.config, **kwargs},
+        owner_timeout_s=deadlines.owner_timeout_s, start_s=deadlines.actor_start_s, threads=threads, gpus=gpus,
+        log=session.run.logs / f"{role}-{index}.log")
+
+
+def _learner_specs(session: Session) -> list[cluster.ActorSpec]:
+    settings = session.config.learner
+    meeting = "file://" + tempfile.mktemp(prefix=".rendezvous-", dir=session.run.root) if settings.ranks > 1 else "none"
+    return [_spec(session, "learner", rank, "rl_core.learner.learner:Learner", settings.threads,
+                  float(settings.device == "cuda"), attempt=session.attempt, rank=rank, ranks=settings.ranks,
+                  rendezvous=meeting) for rank in range(settings.ranks)]
+
+
+def _worker_specs(session: Session) -> list[cluster.ActorSpec]:
+    engine = session.config.rollout.engine
+    return [_spec(session, "rollout", rank, "rl_core.rollout.worker:open_worker", engine.threads,
+                  float(engine.device == "cuda"), name=f"rollout-{rank}", attempt=session.attempt, cwd=os.getcwd())
+            for rank in range(session.config.rollout.workers)]
+
+
+def _validator_spec(session: Session) -> cluster.ActorSpec:
+    engine = session.config.rollout.engine
+    return _spec(session, "validation", 0, "rl_core.validation:open_validator", engine.threads,
+                 float(engine.device == "cuda"), cwd=os.getcwd())
+
+
+def _tags(session: Session) -> dict[str, str]:
+    """Facts of this start for MLflow: what may change from attempt to attempt is a tag, never a param."""
+    from rl_core.env_digest import source_commit  # imports torch, which the start has loaded by now
+
+    found = {"headway.preset": session.identity.preset, "headway.attempt": str(session.attempt),
+             "prefect.flow_run_id": str(runtime.flow_run.get_id() or ""), "headway.commit": source_commit()}
+    return {name: value for name, value in found.items() if value}

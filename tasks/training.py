@@ -1,0 +1,138 @@
+"""Training steps: claim, then one call to the learner group. The claim travels by name, never the data."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from rl_core.config import Config
+from rl_core.errors import FailureBudgetSpent, LearnerDead
+from rl_core.experience.experience import Experience
+from rl_core.experience.ledger import EndOfData
+from rl_core.records import read_record, recorded_steps
+from rl_core.run_dir import RunDir
+from rl_core.types import Claim, StepRecord, WeightVersion
+from tasks.cluster import ActorSpec, Handle, start_all
+
+if TYPE_CHECKING:
+    from tasks.session import Session
+
+
+class LearnerGroup:
+    """The learner ranks as one: every call goes to all of them, rank 0 answers.
+
+    A rank that died takes the group with it: `start` starts or adopts the actors, `bring_up` restores the newest whole
+    checkpoint and replays the recorded steps after it. First start, restart and recovery are this one path.
+    """
+
+    def __init__(self, run: RunDir, config: Config, specs: Callable[[], Sequence[ActorSpec]]) -> None:
+        self._run, self._config, self._specs = run, config, specs
+        self._handles: list[Handle] = []
+        self._restarts = 0
+
+    def start(self) -> None:
+        """Live actors: all adopted, or all new. A group of which one rank died cannot meet again."""
+        handles = start_all(self._specs())
+        if len({handle.adopted for handle in handles}) > 1:
+            for handle in handles:
+                handle.kill()
+            handles = start_all(self._specs(), fresh=True)
+        self._handles = handles
+
+    def bring_up(self, on_replay: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Bring the group to the state after all recorded steps; returns the next step to train."""
+        recorded = recorded_steps(self._run)
+        first = len(recorded)
+        assert recorded == list(range(first)), f"records of {self._run.root} have a hole: {recorded}"
+        start = self.call("next_step", deadline_s=self._config.deadlines.step_s)
+        if start != first:
+            start = self.call("restore", deadline_s=self._config.deadlines.model_setup_s)
+        for step in range(start, first):
+            on_replay(step - start, first - start)
+            self.call("train", step, deadline_s=self._config.deadlines.step_s)
+        return first
+
+    def train(self, step: int) -> StepRecord:
+        """Train the claimed step; a dead group is brought up again within its budget and trains the same claim."""
+        while True:
+            try:
+                return self.call("train", step, deadline_s=self._config.deadlines.step_s)
+            except LearnerDead as death:
+                self._restarts += 1
+                if self._restarts > self._config.failure.learner_restarts:
+                    raise FailureBudgetSpent(f"the learner died {self._restarts} times in this attempt "
+                                             f"(failure.learner_restarts = {self._config.failure.learner_restarts}); "
+                                             f"the last: {death}") from death
+                self.close()
+                self.start()
+                if self.bring_up() > step:  # it died between its record and its answer
+                    return read_record(self._run, step)
+
+    def publish(self) -> WeightVersion:
+        """Make the version of the weights after the recorded steps, if it is not there yet."""
+        return self.call("publish_current", deadline_s=self._config.deadlines.step_s)
+
+    def checkpoint(self) -> int:
+        return self.call("checkpoint", deadline_s=self._config.deadlines.step_s)
+
+    def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+        """All ranks at once: a collective needs them all. The first error wins."""
+        calls = [handle.call_async(method, *args) for handle in self._handles]
+        until = time.monotonic() + deadline_s
+        return [call.result(max(0.0, until - time.monotonic())) for call in calls][0]
+
+    def close(self) -> None:
+        """End the actors."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.kill()
+
+
+class Claims:
+    """Claims made one step ahead, on a thread: the learner finds the next one waiting.
+
+    Moving a group from the eligible ones into a claim leaves capacity as it is (experience-store.md 3.5), so nothing runs
+    further ahead for it.
+    """
+
+    def __init__(self, experience: Experience, config: Config) -> None:
+        self._experience, self._config = experience, config
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="claims")
+        self._ahead: tuple[int, Future[Claim | EndOfData]] | None = None
+        self._lock = threading.Lock()
+
+    def take(self, step: int) -> Claim | EndOfData:
+        """The claim of `step`; waits for it. Raises what Experience.claim raises."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == step:
+            return ahead[1].result()
+        return self._experience.claim(step, self._config.deadlines.claim_s)
+
+    def ahead(self, step: int) -> None:
+        """Start claiming `step` in the background."""
+        if step < self._config.total_steps:
+            with self._lock:
+                self._ahead = (step, self._pool.submit(self._experience.claim, step, self._config.deadlines.claim_s))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@task(name="train-step", task_run_name="train-step-{step}", cache_policy=NO_CACHE, persist_result=False)
+def train_step(session: Session, step: int) -> StepRecord | None:
+    """Claim step k and train it. None when the source has ended before a full claim."""
+    claim = session.claims.take(step)
+    if not isinstance(claim, Claim):
+        return None
+    if session.config.staleness.policy != "wait":  # that policy's hold begins when the step before is done
+        session.claims.ahead(step + 1)
+    record = session.learner.train(step)
+    session.saw_step(record)
+    return record

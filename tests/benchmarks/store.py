@@ -1,0 +1,237 @@
+"""The experience store against the file system, against memcpy and against in-memory queues.
+
+Data: groups of 8 answers, lognormal(7.3, 0.8) clipped to 200-8000 tokens, about 16 k tokens and 140 KB a group. Every
+ratio is taken inside one run of this module. The page cache is warm and fsync is what the disk makes of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rl_core.experience.batch import groups_to_batch
+from rl_core.experience.reader import copy_tokens, read_claim_rows, token_places
+from rl_core.experience.shards import ShardWriter, map_shard, verify_shard
+from rl_core.experience.staging import Staging
+from rl_core.experience.verify import column_digests
+from rl_core.run_dir import RunDir, fsync_dir
+from rl_core.types import Claim, ShardRef, TrajectoryGroup
+from tests.benchmarks.measure import figure, side_by_side, timed
+from tests.benchmarks.peers import PACKAGES, TRANSFER_QUEUE
+from tests.benchmarks.store_claims import claim_figures
+from tests.builders import long_groups, make_claim, make_run, make_versions
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = 128
+BATCH = 512
+LAND_BARS = {(False, 16): ">= 0.3", (False, 64): ">= 0.6", (True, 16): ">= 0.2", (True, 64): ">= 0.5"}
+PEER_TIMEOUT_S = 300
+PEER_BARS = {"verl-padded": (">= 5", ">= 200"), "verl-jagged": (">= 3", ">= 40"), "transfer-queue": (">= 3", ">= 15")}
+"""Peer -> bars of (durable put, get and build)."""
+
+
+def figures() -> Iterator[dict[str, Any]]:
+    """All figures of the store."""
+    with tempfile.TemporaryDirectory(prefix="headway-bench-", dir=os.environ.get("HEADWAY_BENCH_DIR")) as scratch:
+        yield from land_figures(Path(scratch), long_groups(GROUPS))
+        yield from read_figures(Path(scratch), long_groups(BATCH))
+        yield from peer_figures(Path(scratch), long_groups(GROUPS))
+        yield from claim_figures(Path(scratch))
+
+
+def slices(groups: Sequence[TrajectoryGroup], per_shard: int) -> list[Sequence[TrajectoryGroup]]:
+    return [groups[i:i + per_shard] for i in range(0, len(groups), per_shard)]
+
+
+def writer_in(root: Path, *, fsync: bool) -> tuple[RunDir, ShardWriter]:
+    run = make_run(Path(tempfile.mkdtemp(dir=root)))
+    return run, ShardWriter(run, "bench", 1, {}, fsync)
+
+
+def shard_bytes(run: RunDir, writer: ShardWriter, shards: int) -> bytes:
+    """The bytes of the last `shards` shards."""
+    return b"".join(run.shard(writer.stream, writer.next_seq - 1 - i).read_bytes() for i in range(shards))
+
+
+# -- landing
+
+
+def land_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
+    """Landing record batches, and whole groups, against one file of the same bytes."""
+    for (fsync, per_shard), bar in LAND_BARS.items():
+        run, writer = writer_in(root, fsync=fsync)
+        batches = [groups_to_batch(part) for part in slices(groups, per_shard)]
+        names = [tuple(group.lease.group_id for group in part) for part in slices(groups, per_shard)]
+        one_file = write_one_file(root, run, writer, batches, names, fsync=fsync)
+
+        def land() -> None:
+            for batch, ids in zip(batches, names, strict=True):
+                writer.land_batch(batch, ids)
+
+        def land_groups() -> None:
+            for part in slices(groups, per_shard):
+                writer.land(part)
+
+        land_groups()
+        base, landed, whole = side_by_side(one_file, land, land_groups, rounds=9)
+        name = f"store/land_{'fsync' if fsync else 'no_fsync'}_{per_shard}"
+        yield figure(name, base / landed, "x one file of the same bytes", bar, groups_per_s=round(len(groups) / landed))
+        yield figure(f"{name}_from_answers", base / whole, "x one file of the same bytes",
+                     groups_per_s=round(len(groups) / whole))
+
+
+def write_one_file(root: Path, run: RunDir, writer: ShardWriter, batches: Sequence[pa.RecordBatch],
+                   names: Sequence[tuple[str, ...]], *, fsync: bool) -> Callable[[], None]:
+    """A function that writes the bytes of these shards as one new file each time."""
+    for batch, ids in zip(batches, names, strict=True):
+        writer.land_batch(batch, ids)
+    data = shard_bytes(run, writer, len(batches))
+    directory, numbers = Path(tempfile.mkdtemp(dir=root)), itertools.count()
+
+    def write() -> None:
+        fd = os.open(directory / str(next(numbers)), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(fd, rest):]
+        if fsync:
+            os.fsync(fd)
+        os.close(fd)
+        if fsync:
+            fsync_dir(directory)
+
+    return write
+
+
+# -- reading
+
+
+def landed_claim(root: Path, groups: Sequence[TrajectoryGroup], per_shard: int) -> tuple[RunDir, Claim]:
+    """Land the groups in a random order and claim them all: claim order is not landing order."""
+    run, writer = writer_in(root, fsync=False)
+    order = np.random.default_rng(1).permutation(len(groups))
+    hints = [writer.land([groups[i] for i in part]) for part in np.array_split(order, len(groups) // per_shard)]
+    return run, make_claim(run, [ShardRef(stream=hint.stream, seq=hint.seq) for hint in hints])
+
+
+def read_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
+    """Staging a batch of 512 groups, and verifying it, against memcpy of the same bytes."""
+    run, claim = landed_claim(root, groups, 16)
+    paths = sorted({run.shard(group.stream, group.seq) for group in claim.groups})
+    staging, versions = Staging(), make_versions(5)
+    warm, *places = token_places(run, claim)
+    tokens = int(places[2].sum())
+    source, target = np.ones(9 * tokens, np.uint8), np.ones(9 * tokens, np.uint8)
+
+    def cold() -> list[pa.RecordBatch]:
+        return [map_shard(path)[0] for path in paths]
+
+    def memcpy() -> None:
+        target[:] = source
+
+    copy_tokens(warm, *places, staging)
+    copy, from_warm, from_cold, whole = side_by_side(
+        memcpy, lambda: copy_tokens(warm, *places, staging), lambda: copy_tokens(cold(), *places, staging),
+        lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging), rounds=15)
+    yield figure("store/stage_512_pages_mapped", from_warm / copy, "x memcpy", "<= 1.3", megabytes=round(9 * tokens / 1e6))
+    yield figure("store/stage_512_cold_map", from_cold / copy, "x memcpy", "<= 5")
+    yield figure("store/read_claim_512_verified", whole / copy, "x memcpy", ms=round(whole * 1e3, 1))
+    for per_shard in (16, 64):
+        run, claim = landed_claim(root, groups, per_shard)
+        batches = token_places(run, claim)[0]
+        payload = sum(batch.nbytes for batch in batches)
+        source, target = np.ones(payload, np.uint8), np.ones(payload, np.uint8)
+
+        def digests(batches: Sequence[pa.RecordBatch] = batches) -> None:
+            for batch in batches:
+                column_digests(batch)
+
+        copy, hashed = side_by_side(memcpy, digests, rounds=15)
+        yield figure(f"store/verify_xxh3_{per_shard}", hashed / copy, "x memcpy", "<= 1.0")
+    paths = sorted({run.shard(group.stream, group.seq) for group in claim.groups})
+    yield figure("store/verify_shard_64", np.median([timed(lambda p=path: verify_shard(p)) for path in paths]) * 1e3, "ms")
+
+
+# -- peers
+
+
+def peer_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
+    """Durable landing and reading of 128 groups, 16 a shard, against what the queues do with the same groups."""
+    for peer, (put_bar, get_bar) in PEER_BARS.items():
+        before = own_rates(root, groups)
+        theirs = peer_rates(peer)
+        after = own_rates(root, groups)
+        name = f"store/{{}}_vs_{peer.replace('-', '_')}"
+        if isinstance(theirs, str):
+            yield figure(name.format("put_durable"), None, "x", put_bar, reason=theirs)
+            yield figure(name.format("get"), None, "x", get_bar, reason=theirs)
+            continue
+        ours = {key: (before[key] + after[key]) / 2 for key in before}
+        for step, key, bar in (("put_durable", "put", put_bar), ("get", "get", get_bar)):
+            yield figure(name.format(step), ours[key] / theirs[key], "x", bar, ours=round(ours[key]),
+                         theirs=round(theirs[key]), rate="groups/s")
+            if f"{key}_by_group" in theirs:
+                yield figure(name.format(step) + "_rows_by_group", ours[key] / theirs[f"{key}_by_group"], "x",
+                             ours=round(ours[key]), theirs=round(theirs[f"{key}_by_group"]), rate="groups/s")
+        if peer == "verl-padded":
+            yield figure("store/bytes_per_group_vs_verl_padded", ours["bytes"] / theirs["bytes"], "x",
+                         f"<= {1 / 15:.5f}", ours=round(ours["bytes"]), theirs=round(theirs["bytes"]))
+
+
+def own_rates(root: Path, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """Groups per second of landing (fsync of every file and directory) and of reading a claim; bytes per group."""
+    run, writer = writer_in(root, fsync=True)
+    writer.land(groups[:16])
+
+    def put() -> None:
+        for part in slices(groups, 16):
+            writer.land(part)
+
+    put_s = float(np.median([timed(put) for _ in range(5)]))
+    shards = len(groups) // 16
+    claim = make_claim(run, [ShardRef(stream=writer.stream, seq=writer.next_seq - 1 - i) for i in range(shards)])
+    staging, versions = Staging(), make_versions(5)
+    read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging)
+    get_s = float(np.median([timed(lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions,
+                                                           staging=staging)) for _ in range(9)]))
+    return {"put": len(groups) / put_s, "get": len(groups) / get_s,
+            "bytes": len(shard_bytes(run, writer, shards)) / len(groups)}
+
+
+def peer_rates(peer: str) -> dict[str, float] | str:
+    """What peers.py measured, or why it could not."""
+    if peer == "transfer-queue" and (reason := install_transfer_queue()) is not None:
+        return reason
+    try:
+        done = subprocess.run([sys.executable, str(Path(__file__).with_name("peers.py")), peer, str(GROUPS)], cwd=ROOT,
+                              capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer after {PEER_TIMEOUT_S} s"
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return f"exit status {done.returncode}: {(done.stderr.splitlines() or ['no output'])[-1]}"
+    return json.loads(lines[-1])
+
+
+def install_transfer_queue() -> str | None:
+    """Install TransferQueue apart from the project's environment, once. Returns why it could not be."""
+    if (PACKAGES / "transfer_queue").is_dir():
+        return None
+    needs = ["pyzmq", "hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.*", "msgspec", "prometheus_client"]
+    try:
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(PACKAGES),
+                               TRANSFER_QUEUE, *needs], capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{TRANSFER_QUEUE} was not installed after {PEER_TIMEOUT_S} s"
+    if done.returncode:
+        return f"{TRANSFER_QUEUE} cannot be installed: {(done.stderr.splitlines() or ['?'])[-1]}"
+    return None

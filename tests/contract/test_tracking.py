@@ -1,0 +1,289 @@
+"""The tracker against a real MLflow on sqlite: one point per metric and step, whatever is replayed."""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from rl_core.config import Config
+from rl_core.errors import ConfigError
+from rl_core.metrics import METRICS, names
+from rl_core.records import put_record
+from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
+from rl_core.types import StepRecord
+from tasks.destination import Destination, destination, flatten, redact, redact_in, resolved
+from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, Tracker
+
+CONFIG = Config.model_validate({"isolated": True, "total_steps": 180})
+TS_US = 1_790_000_000_000_000
+DEADLINE_S = 60.0
+
+
+def commit(run: RunDir, step: int, value: float) -> None:
+    """A committed training step; the length of right answers does not exist in it."""
+    metrics = {name: value + i for i, name in enumerate(names("learner"))} | {"rollout/length_right": math.nan}
+    put_record(run, StepRecord(step=step, idx=step, attempt=1, claim_digest="c", weights_digest="w", metrics=metrics,
+                               env={}, published=None, revision=0, seconds={}, ts_us=TS_US + step * 1_000_000))
+
+
+def validate(run: RunDir, step: int, accuracy: float) -> None:
+    put_if_absent(run.validation(step), to_json({
+        "step": step, "v": step, "greedy_accuracy": accuracy, "sampled_accuracy": None, "mean_length": 5.5, "n": 256,
+        "seconds": 0.25, "ts_us": TS_US + step * 1_000_000}))
+
+
+def observed(value: float) -> dict[str, float]:
+    return dict.fromkeys(names("owner"), value)
+
+
+def tracker(run: RunDir, home: Path, config: Config = CONFIG, **kwargs: object) -> Tracker:
+    return Tracker(run, config, destination(config, home, {}), run_uuid="u-1", run_key="nightly",
+                   tags={"headway.commit": "abc", "headway.prefect_run": "p-1"}, **kwargs)  # type: ignore[arg-type]
+
+
+def points(home: Path) -> dict[tuple[str, int], int]:
+    """How many points MLflow's database holds for each metric and step."""
+    with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:
+        rows = db.execute("select key, step, count(*) from metrics group by run_uuid, key, step").fetchall()
+    return {(key, step): count for key, step, count in rows}
+
+
+def query(home: Path, sql: str) -> list[tuple[object, ...]]:
+    with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:
+        return db.execute(sql).fetchall()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One database for the module: making it costs seconds."""
+    return tmp_path_factory.mktemp("home")
+
+
+def test_a_run_that_is_killed_and_replayed_has_one_run_and_one_point_per_metric_and_step(tmp_path: Path) -> None:
+    home, run = tmp_path / "home", RunDir(tmp_path / "run")
+    figure = tmp_path / "learning-curve.svg"
+    figure.write_text("<svg/>")
+
+    first = tracker(run, home)
+    for k in range(60):
+        commit(run, k, k / 10)
+    validate(run, 0, 0.4)
+    first.start()
+    first.observe(0, observed(1.0))
+    assert first.flush(DEADLINE_S)
+    assert len(points(home)) == 60 * len(names("learner")) + len(names("owner")) + len(names("validator"))
+    # The owner dies here: `first` is never finished, and what it had committed meanwhile was not replayed by it.
+    for k in range(60, 120):
+        commit(run, k, k / 10)
+
+    second = tracker(run, home)
+    second.start()
+    for k in range(120, 180):
+        commit(run, k, k / 10)
+        second.observe(k, observed(float(k)))
+    validate(run, 180, 0.9)
+    assert second.finish("FINISHED", DEADLINE_S, [figure])
+    assert second.run_id == first.run_id == read_json(run.mlflow_run)["run_id"]
+
+    third = tracker(run, home)  # a start that finds everything done
+    third.start()
+    assert third.finish("FINISHED", DEADLINE_S)
+
+    counts = points(home)
+    assert set(counts.values()) == {1}
+    for name in names("learner"):
+        assert sorted(step for key, step in counts if key == name) == list(range(180)), name
+    for name in names("owner"):
+        assert sorted(step for key, step in counts if key == name) == [0, *range(120, 180)], name
+    for name in names("validator"):
+        assert sorted(step for key, step in counts if key == name) == [0, 180], name
+    assert {key for key, _ in counts} == {metric.name for metric in METRICS}
+    assert query(home, "select value, is_nan, timestamp from metrics where key = 'rollout/length_right' and step = 7"
+                 ) == [(0.0, 1, (TS_US + 7_000_000) // 1000)]
+    assert query(home, "select value from metrics where key = 'train/policy_loss' and step = 42") == [(4.2,)]
+    assert query(home, "select count(*), max(status), max(name) from runs") == [(1, "FINISHED", "nightly")]
+    artifacts = home / "mlflow" / "artifacts" / str(second.run_id) / "artifacts"
+    assert sorted(p.relative_to(artifacts).as_posix() for p in artifacts.rglob("*") if p.is_file()) == [
+        "config.yaml", "figures/learning-curve.svg"]
+    first.finish("KILLED", DEADLINE_S)
+
+
+def test_params_are_written_once_and_a_changed_setting_becomes_a_tag(tmp_path: Path, home: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    before = tracker(run, home)
+    before.start()
+    assert before.finish("KILLED", DEADLINE_S)
+    changed = Config.model_validate({"isolated": True, "total_steps": 180, "checkpoint": {"every": 7}})
+    after = tracker(run, home, changed)
+    after.start()
+    assert after.finish("FAILED", DEADLINE_S)
+    where = f"where run_uuid = '{after.run_id}'"
+    params = dict(query(home, f"select key, value from params {where}"))
+    tags = dict(query(home, f"select key, value from tags {where}"))
+    assert params == flatten(resolved(CONFIG))
+    assert params["checkpoint.every"] == "20" and params["learner.lr"] == "1e-06" and params["staleness.bound"] == "2"
+    assert tags[TAG_CHANGED] == '{"checkpoint.every": "7"}'
+    assert tags[TAG_RUN_UUID] == "u-1" and tags[TAG_RUN_KEY] == "nightly"
+    assert tags["headway.commit"] == "abc" and tags["headway.prefect_run"] == "p-1"
+    assert query(home, f"select status from runs {where}") == [("FAILED",)]
+    assert after.link is not None and after.link.endswith(f"/runs/{after.run_id}")
+
+
+def test_a_start_that_died_before_it_stored_the_id_is_found_by_its_tag(tmp_path: Path, home: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    where = destination(CONFIG, home, {})
+    first = Tracker(run, CONFIG, where, run_uuid="u-2", run_key="k")
+    first.start()
+    assert first.finish("KILLED", DEADLINE_S)
+    run.mlflow_run.unlink()
+    second = Tracker(run, CONFIG, where, run_uuid="u-2", run_key="k")
+    second.start()
+    assert second.finish("FINISHED", DEADLINE_S)
+    assert second.run_id == first.run_id
+    assert read_json(run.mlflow_run)["run_id"] == first.run_id
+
+
+def test_runs_of_other_uuids_are_not_mixed_up(tmp_path: Path, home: Path) -> None:
+    where = destination(CONFIG, home, {})
+    trackers = [Tracker(RunDir(tmp_path / uuid), CONFIG, where, run_uuid=uuid, run_key="same") for uuid in ("a", "b")]
+    for one in trackers:
+        one.start()
+    assert all(one.finish("FINISHED", DEADLINE_S) for one in trackers)
+    assert trackers[0].run_id != trackers[1].run_id
+
+
+def test_trouble_never_stops_the_run_and_is_caught_up_with_when_it_is_over(tmp_path: Path, home: Path) -> None:
+    """The trouble is a run that somebody deleted in MLflow, and restores later."""
+    from mlflow import MlflowClient
+
+    run, told, where = RunDir(tmp_path / "run"), list[str](), destination(CONFIG, home, {})
+    first = Tracker(run, CONFIG, where, run_uuid="u-3", run_key="k")
+    first.start()
+    assert first.finish("KILLED", DEADLINE_S)
+    client, run_id = MlflowClient(where.uri), str(first.run_id)
+    client.delete_run(run_id)
+
+    second = Tracker(run, CONFIG, where, run_uuid="u-3", run_key="k", report=told.append)
+    second.start()
+    started = time.monotonic()
+    for k in range(5):
+        commit(run, k, 1.0)
+        second.observe(k, observed(1.0))
+        second.wake()
+    assert time.monotonic() - started < 1.0
+    assert not second.flush(3.0)
+    assert second.trouble is not None and f"mlflow runs restore --run-id {run_id}" in second.trouble
+    assert len(told) == 1 and told[0].startswith(f"MLflow at {where}: ") and "training goes on" in told[0]
+
+    client.restore_run(run_id)
+    assert second.flush(DEADLINE_S)
+    assert second.trouble is None and told[1:] == [f"MLflow at {where} is back and up to date"]
+    assert second.finish("FINISHED", DEADLINE_S)
+    assert query(home, "select count(*) from metrics where key = 'train/policy_loss' "
+                       f"and run_uuid = '{run_id}'") == [(5,)]
+
+
+def test_a_server_that_is_down_is_named(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as closed:
+        uri = f"http://127.0.0.1:{closed.server_port}"
+    down = Tracker(RunDir(tmp_path / "run"), CONFIG, Destination(uri=uri, artifacts=None, why="test"),
+                   run_uuid="u", run_key="k", report=lambda text: None)
+    down.start()
+    assert not down.finish("FINISHED", 6.0)
+    assert down.trouble is not None and uri in down.trouble and down.run_id is None
+
+
+class Hangs(BaseHTTPRequestHandler):
+    """A server that takes the connection and never answers."""
+
+    released = threading.Event()
+
+    def do_GET(self) -> None:
+        self.released.wait(30)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_finish_keeps_its_deadline_when_the_server_hangs(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hangs)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hanging = Tracker(RunDir(tmp_path / "run"), CONFIG, Destination(
+        uri=f"http://127.0.0.1:{server.server_port}", artifacts=None, why="test"), run_uuid="u", run_key="k")
+    hanging.start()
+    try:
+        started = time.monotonic()
+        assert not hanging.finish("FINISHED", 2.0)
+        assert time.monotonic() - started < 4.0
+    finally:
+        Hangs.released.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_finish_of_a_tracker_that_was_never_started_says_so(tmp_path: Path) -> None:
+    assert not tracker(RunDir(tmp_path / "run"), tmp_path).finish("FAILED", 1.0)
+
+
+def test_nothing_reaches_stdout_or_stderr_and_no_file_the_working_directory(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from rl_core.config import Config
+from rl_core.run_dir import RunDir
+from tasks.tracking import Tracker, destination
+assert "mlflow" not in sys.modules
+config = Config(isolated=True)
+t = Tracker(RunDir(Path("../run")), config, destination(config, Path("../home")), run_uuid="u", run_key="k")
+t.start()
+raise SystemExit(0 if t.finish("FINISHED", 60) else 1)
+"""
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    for name in ("MLFLOW_LOGGING_LEVEL", "MLFLOW_DISABLE_TELEMETRY"):
+        env.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(cwd.iterdir()) == []
+
+
+PLACES = {
+    "isolated": ({"isolated": True}, "sqlite:////h/mlflow/mlflow.db (default)", "file:///h/mlflow/artifacts"),
+    "ambient": ({}, "http://ambient:1 (MLFLOW_TRACKING_URI)", None),
+    "set": ({"isolated": True, "tracking": {"uri": "http://set:2"}}, "http://set:2 (tracking.uri)", None),
+    "database": ({"tracking": {"uri": "postgresql://me:secret@db/x"}}, "postgresql://me:***@db/x (tracking.uri)",
+                 "file:///h/mlflow/artifacts"),
+}
+
+
+@pytest.mark.parametrize(("settings", "text", "artifacts"), PLACES.values(), ids=PLACES)
+def test_destination_says_where_and_why(settings: dict[str, object], text: str, artifacts: str | None) -> None:
+    place = destination(Config.model_validate(settings), Path("/h"), {"MLFLOW_TRACKING_URI": "http://ambient:1"})
+    assert (str(place), place.artifacts) == (text, artifacts)
+
+
+def test_a_bare_path_is_refused_with_the_field_and_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.uri is './mlruns'; write sqlite"):
+        destination(Config.model_validate({"tracking": {"uri": "./mlruns"}}), Path("/h"), {})
+
+
+def test_passwords_reach_neither_params_nor_reports() -> None:
+    uri = "postgresql://me:secret@db:5432/x"
+    assert redact(uri) == "postgresql://me:***@db:5432/x"
+    assert redact_in(f"cannot reach {uri}: secret is wrong", uri) == (
+        "cannot reach postgresql://me:***@db:5432/x: *** is wrong")
+    config = Config.model_validate({"tracking": {"uri": uri}})
+    assert flatten(resolved(config))["tracking.uri"] == redact(uri)

@@ -1,0 +1,96 @@
+"""Whole runs through the `headway` command, in processes of their own, with a home of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.run_dir import RunDir
+
+DEADLINE_S = 240
+
+
+@dataclass
+class Command:
+    """One `headway` process: its output so far, and how it ended."""
+
+    process: subprocess.Popen[str]
+    run: RunDir
+    out: str = ""
+    err: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        self.out, self.err = self.process.communicate(timeout=deadline_s)
+        return self.process.returncode
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out.strip().splitlines()[-1])
+
+    def wait_for_step(self, step: int, deadline_s: float = DEADLINE_S) -> None:
+        """Until step k has a record."""
+        until = time.monotonic() + deadline_s
+        while not self.run.record(step).exists():
+            assert self.process.poll() is None, f"ended before step {step}: {self.process.communicate()}"
+            assert time.monotonic() < until, f"no record of step {step} after {deadline_s} s"
+            time.sleep(0.02)
+
+
+@dataclass
+class Home:
+    """A HEADWAY_HOME for the tests of one module: the tiny model is made once, and Prefect's database."""
+
+    path: Path
+
+    def run(self, key: str) -> RunDir:
+        return RunDir(self.path / "runs" / key)
+
+    def start(self, verb: str, *args: str, key: str = "", cwd: Path | None = None) -> Command:
+        env = {name: value for name, value in os.environ.items()
+               if not name.startswith(("PREFECT_", "RAY_", "MLFLOW_", "HEADWAY_"))}
+        env |= {"HEADWAY_HOME": str(self.path), "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen([sys.executable, "-m", "flows.cli", verb, *args], env=env, text=True, cwd=cwd,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        return Command(process, self.run(key))
+
+    def train(self, key: str, *settings: str, cwd: Path | None = None) -> Command:
+        sets = [word for setting in settings for word in ("--set", setting)]
+        return self.start("train", "--preset", "tiny-cpu", *sets, "--run-key", key, "--json", key=key, cwd=cwd)
+
+    def call(self, verb: str, *args: str) -> Command:
+        command = self.start(verb, *args)
+        command.wait()
+        return command
+
+
+def processes_of(home: Home) -> dict[int, str]:
+    """Live processes that were told of this home: owners, services, watchdogs, actors. Pid -> command line."""
+    needle = str(home.path).encode()
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            told = command + (entry / "environ").read_bytes()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX" and needle in told:
+            found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def wait_until_gone(home: Home, deadline_s: float) -> dict[int, str]:
+    """Wait for the last process of this home to end; returns what is left at the deadline."""
+    until = time.monotonic() + deadline_s
+    while (left := processes_of(home)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left

@@ -1,0 +1,160 @@
+"""The metric table, the interval ledger, and the owner's metrics of the rollout side."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from rl_core.metrics import (
+    BY_NAME,
+    METRICS,
+    STATES,
+    IntervalLedger,
+    check,
+    names,
+    pool_metrics,
+    read_pool,
+    utilization,
+    validation_metrics,
+    weighted_mean,
+)
+from rl_core.types import WeightVersion, WorkerStatus
+
+GROUPS = {"train", "rollout", "staleness", "reward", "validation", "utilization", "weights", "system"}
+
+
+class Clock:
+    """Nanoseconds that the test turns."""
+
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9)
+
+
+def test_the_table_is_small_and_no_name_begins_another() -> None:
+    assert len(METRICS) == len(BY_NAME)
+    assert len(names("learner")) + len(names("owner")) <= 60, "scalars of every step"
+    assert [(a, b) for a in BY_NAME for b in BY_NAME if a != b and b.startswith(a)] == []
+    assert {name.split("/")[0] for name in BY_NAME} == GROUPS
+    assert all(name.count("/") == 1 for name in BY_NAME)
+    assert all(m.unit and m.description.endswith(".") for m in METRICS)
+
+
+def test_each_metric_has_one_writer() -> None:
+    writers = Counter(name for writer in ("learner", "owner", "validator") for name in names(writer))
+    assert writers == Counter(dict.fromkeys(BY_NAME, 1))
+
+
+def test_check_names_what_is_unknown_and_what_is_missing() -> None:
+    check(dict.fromkeys(names("owner"), 0.0), "owner")
+    wrong = dict.fromkeys(names("owner")[1:], 0.0) | {"train/lr": 1.0}
+    with pytest.raises(ValueError, match=rf"unknown \['train/lr'\], missing \['{names('owner')[0]}'\]"):
+        check(wrong, "owner")
+
+
+def test_validation_metrics_fill_what_was_not_asked_for_with_nan() -> None:
+    metrics = validation_metrics({"step": 3, "greedy_accuracy": 0.5, "sampled_accuracy": None, "mean_length": 6})
+    assert metrics["validation/greedy_accuracy"] == 0.5 and metrics["validation/mean_length"] == 6.0
+    assert math.isnan(metrics["validation/sampled_accuracy"]) and math.isnan(metrics["validation/seconds"])
+    assert tuple(metrics) == names("validator")
+
+
+MEANS = {
+    "by weight": ([1.0, 4.0], [3.0, 1.0], 1.75),
+    "nan left out": ([1.0, math.nan, 3.0], [1.0, 9.0, 1.0], 2.0),
+    "no weight": ([1.0, 2.0], [0.0, 0.0], math.nan),
+    "empty": ([], [], math.nan),
+}
+
+
+@pytest.mark.parametrize(("values", "weights", "expected"), MEANS.values(), ids=MEANS)
+def test_weighted_mean(values: list[float], weights: list[float], expected: float) -> None:
+    assert weighted_mean(values, weights) == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_ledger_counts_every_moment_once() -> None:
+    clock = Clock()
+    ledger = IntervalLedger(clock_ns=clock)
+    clock.pass_s(2.0)
+    assert ledger.enter("busy") == "waiting"
+    clock.pass_s(3.0)
+    with ledger.during("syncing"):
+        clock.pass_s(0.5)
+        assert ledger.state == "syncing"
+    clock.pass_s(1.0)
+    assert ledger.seconds() == {"busy": 4.0, "waiting": 2.0, "syncing": 0.5, "paused": 0.0}
+    clock.pass_s(1.5)
+    assert ledger.seconds()["busy"] == 5.5
+
+
+def test_the_block_gives_the_state_back_when_it_raises() -> None:
+    ledger = IntervalLedger("paused")
+    with pytest.raises(KeyError), ledger.during("busy"):
+        raise KeyError
+    assert ledger.state == "paused"
+
+
+def test_the_seconds_sum_to_the_age_whatever_threads_enter() -> None:
+    started = time.monotonic_ns()
+    ledger = IntervalLedger()
+    made = time.monotonic_ns()
+
+    def flicker(offset: int) -> None:
+        for i in range(3000):
+            ledger.enter(STATES[(i + offset) % len(STATES)])
+
+    threads = [threading.Thread(target=flicker, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before = time.monotonic_ns()
+    total = sum(ledger.seconds().values())
+    assert (before - made) / 1e9 - 1e-6 <= total <= (time.monotonic_ns() - started) / 1e9 + 1e-6
+
+
+def test_utilization_shares_sum_to_one() -> None:
+    shares = utilization("learner", {"busy": 10.0, "waiting": 5.0},
+                         {"busy": 13.0, "waiting": 5.6, "syncing": 0.3, "paused": 0.1})
+    assert shares == pytest.approx({"utilization/learner_busy": 0.75, "utilization/learner_waiting": 0.15,
+                                    "utilization/learner_syncing": 0.075, "utilization/learner_paused": 0.025})
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert all(math.isnan(share) for share in utilization("rollout", {"busy": 1.0}, {"busy": 1.0}).values())
+
+
+def status(worker: str, stream: str, idx: int | None, generated: int, wasted: int, busy: float,
+           waiting: float) -> WorkerStatus:
+    served = None if idx is None else WeightVersion(v=idx + 7, step=idx, idx=idx, attempt=1, digest="d")
+    return WorkerStatus(worker=worker, stream=stream, served=served, in_flight=(), running=0,
+                        tokens_generated=generated, tokens_wasted=wasted,
+                        seconds={"busy": busy, "waiting": waiting, "syncing": 0.0, "paused": 0.0})
+
+
+def test_pool_metrics_are_those_since_the_reading_before_also_over_a_restart() -> None:
+    before = read_pool([status("r-0", "r-0-aa", 4, 1000, 100, 10.0, 0.0), status("r-1", "r-1-bb", 4, 500, 0, 9.0, 1.0)],
+                       at_s=100.0)
+    # r-1 died and came back: its new incarnation counts from 0.
+    now = read_pool([status("r-0", "r-0-aa", 6, 1300, 130, 13.0, 1.0), status("r-1", "r-1-cc", 5, 100, 10, 1.0, 1.0)],
+                    at_s=104.0)
+    metrics = pool_metrics(before, now, in_flight=9, published_idx=6)
+    check(metrics, "owner")
+    assert metrics == pytest.approx({
+        "utilization/rollout_busy": 4.0 / 6.0, "utilization/rollout_waiting": 2.0 / 6.0,
+        "utilization/rollout_syncing": 0.0, "utilization/rollout_paused": 0.0, "weights/served_lag": 1.0,
+        "rollout/tokens_per_s": 100.0, "rollout/wasted": 0.1, "rollout/in_flight": 9.0})
+
+
+def test_the_first_reading_counts_from_the_start_of_the_workers() -> None:
+    now = read_pool([status("r-0", "r-0-aa", None, 300, 0, 2.0, 1.0)], at_s=50.0)
+    metrics = pool_metrics(None, now, in_flight=0, published_idx=0)
+    assert metrics["rollout/tokens_per_s"] == 100.0
+    assert math.isnan(metrics["weights/served_lag"])
+    assert math.isnan(pool_metrics(now, now, in_flight=0, published_idx=0)["rollout/wasted"])

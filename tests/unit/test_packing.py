@@ -1,0 +1,196 @@
+"""Packed micro-batches against the stock model, one sequence at a time: log-probs, losses and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_core.learner import batch as stages
+from rl_core.learner.attention import Rows
+from rl_core.learner.logprobs import head_logprobs
+from rl_core.learner.packing import Layout, Pack, fill, last_loss_token, micro_batches, pack, ragged_arange
+from rl_core.learner.policy import PackInputs, Policy, load_policy
+from tests.builders import make_group
+from tests.learning import FAMILIES, answer_logprobs, rows_of, write_model
+
+CPU = torch.device("cpu")
+
+
+def layout(prompts: list[int], answers: list[int], groups: list[int], off: tuple[int, ...] = ()) -> Layout:
+    """Trajectories in a row; every answer token is in the loss but those named by their place in the claim."""
+    prompt, answer = np.array(prompts), np.array(answers)
+    start = np.cumsum(prompt + answer) - (prompt + answer)
+    loss = np.zeros(int((prompt + answer).sum()), np.bool_)
+    loss[ragged_arange(start + prompt, answer)] = True
+    loss[list(off)] = False
+    return Layout(start_M=start, prompt_M=prompt, used_M=last_loss_token(loss, start, prompt, answer),
+                  group_M=np.array(groups), loss_T=loss)
+
+
+def policy_of(directory: Path, chunk: int = 2048) -> Policy:
+    return load_policy(directory, logits_chunk=chunk, dtype=torch.float32, device=CPU)
+
+
+def inputs_of(batch, packed: Pack) -> PackInputs:
+    def index(values):
+        return torch.from_numpy(values)
+
+    ids = batch["input_ids"]
+    row_S = batch["mine"][index(packed.sequence_S)]
+    return PackInputs(ids[index(packed.source_P)], batch["position_ids"][index(packed.source_P)],
+                      Rows(tuple(map(index, packed.rows)), index(packed.home_P)), index(packed.predictor_S),
+                      ids[index(packed.target_S)], batch["trajectory", "temperature"][row_S])
+
+
+FILLS = {
+    "longest first": ([3, 9, 4, 4], 9, [[1], [2, 3], [0]]),
+    "ties by position": ([2, 2, 2, 2], 4, [[0, 1], [2, 3]]),
+    "one row over the budget is alone": ([3, 50, 3], 10, [[1], [0, 2]]),
+    "nothing": ([], 10, []),
+}
+
+
+@pytest.mark.parametrize(("lengths", "budget", "expected"), FILLS.values(), ids=FILLS.keys())
+def test_bins_are_filled_longest_first(lengths, budget, expected):
+    assert [part.tolist() for part in fill(np.array(lengths, np.int64), budget)] == expected
+
+
+def test_random_bins_hold_every_row_once_and_stay_in_budget():
+    lengths = np.random.default_rng(1).integers(1, 40, 500)
+    bins = fill(lengths, 100)
+    assert sorted(np.concatenate(bins).tolist()) == list(range(500))
+    assert all(lengths[part].sum() <= 100 for part in bins)
+
+
+def test_a_pack_lays_a_groups_prompt_once_and_leaves_the_last_token_out():
+    # two answers to one prompt of 2, one answer to another prompt of 1; claim places 0..4, 5..8, 9..11
+    packed = pack(layout([2, 2, 1], [3, 2, 2], [0, 0, 1]), np.array([0, 1, 2]))
+    assert packed.source_P.tolist() == [0, 1, 9, 2, 3, 7, 10]
+    assert packed.target_S.tolist() == [2, 3, 4, 7, 8, 10, 11]
+    assert packed.sequence_S.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert packed.predictor_S.tolist() == [1, 3, 4, 1, 5, 2, 6]
+    assert [rows.tolist() for rows in packed.rows] == [[[0, 1, 3, 4]], [[0, 1, 5]], [[2, 6]]]
+    assert packed.home_P.tolist() == [0, 1, 7, 2, 3, 6, 8]
+
+
+def test_tokens_outside_the_loss_are_read_but_not_predicted_and_trailing_ones_not_even_read():
+    # prompt 1, answer of 5 with tokens 1 and 4 of it (places 2 and 5) outside the loss
+    packed = pack(layout([1], [5], [0], off=(2, 5)), np.array([0]))
+    assert packed.source_P.tolist() == [0, 1, 2, 3]
+    assert packed.target_S.tolist() == [1, 3, 4]
+    assert packed.predictor_S.tolist() == [0, 2, 3]
+
+
+def test_a_trajectory_without_a_loss_token_is_in_no_micro_batch():
+    where = layout([1, 1], [2, 2], [0, 0], off=(1, 2))
+    assert where.used_M.tolist() == [0, 2]
+    assert [part.tolist() for part in micro_batches(where, np.array([True, True]), 100)] == [[1]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logprobs_and_entropies_are_those_of_single_sequences(tmp_path, family):
+    model_dir = write_model(tmp_path / "model", family)
+    stock = AutoModelForCausalLM.from_pretrained(model_dir)
+    groups = [make_group(i, n=5, prompt_length=3 + 4 * i, seed=7) for i in range(4)]
+    batch = stages.assemble(rows_of(groups))
+    policy, where = policy_of(model_dir), stages.layout_of(batch)
+    expected = np.concatenate([answer_logprobs(stock, g.lease.prompt.token_ids_P.tolist(), t.token_ids_L.tolist())
+                               for g in groups for t in g.trajectories])
+    tokens = int(batch["loss_mask"].sum())
+    place = np.full(len(batch["input_ids"]), -1)
+    place[batch["loss_mask"].numpy()] = np.arange(tokens)
+    for budget in (10_000, 60, 1):
+        found = np.full(tokens, np.nan)
+        for members in micro_batches(where, np.ones(20, np.bool_), budget):
+            packed = pack(where, members)
+            found[place[packed.target_S]] = policy(inputs_of(batch, packed)).logprob_S.detach()
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_packed_gradients_are_those_of_padded_batches(tmp_path):
+    model_dir = write_model(tmp_path / "model")
+    stock = AutoModelForCausalLM.from_pretrained(model_dir)
+    groups = [make_group(i, n=4, prompt_length=2 + 3 * i, seed=3) for i in range(3)]
+    sequences = [(g.lease.prompt.token_ids_P.tolist(), t.token_ids_L.tolist()) for g in groups for t in g.trajectories]
+    width = max(len(p) + len(a) for p, a in sequences)
+    ids, mask = torch.ones(len(sequences), width, dtype=torch.long), torch.zeros(len(sequences), width)
+    for i, (p, a) in enumerate(sequences):
+        ids[i, :len(p) + len(a)] = torch.tensor(p + a)
+        mask[i, len(p):len(p) + len(a)] = 1
+    attended = torch.arange(width)[None] < torch.tensor([[len(p) + len(a)] for p, a in sequences])
+    logits = stock(input_ids=ids, attention_mask=attended.long(), use_cache=False).logits[:, :-1]
+    padded = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    padded_loss = -(padded * mask[:, 1:]).sum() / mask.sum()
+    padded_loss.backward()
+
+    policy, batch = policy_of(model_dir), stages.assemble(rows_of(groups))
+    where = stages.layout_of(batch)
+    loss = -policy(inputs_of(batch, pack(where, np.arange(12)))).logprob_S.sum() / mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(padded_loss.item(), rel=1e-6)
+    for (name, theirs), ours in zip(stock.named_parameters(), policy.model.parameters(), strict=True):
+        np.testing.assert_allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def test_stock_attention_with_a_cache_lets_packed_sequences_see_each_other_and_ours_does_not(tmp_path):
+    """The trap: stock models build the block mask only without a cache, and a cache is their default."""
+    model_dir = write_model(tmp_path / "model")
+    stock = AutoModelForCausalLM.from_pretrained(model_dir)
+    first, second = [5, 6, 7, 8, 9], [11, 12, 13, 14]
+    alone = stock(input_ids=torch.tensor([second]), use_cache=False).logits[0]
+    ids, positions = torch.tensor([first + second]), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    leaking = stock(input_ids=ids, position_ids=positions).logits[0, 5:]
+    apart = stock(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 5:]
+    assert (leaking - alone).abs().max() > 0.1
+    assert (apart - alone).abs().max() < 1e-5
+
+    policy = policy_of(model_dir)
+    caches: list[object] = []
+    policy.model.base_model.register_forward_hook(
+        lambda module, args, kwargs, out: caches.append((kwargs["use_cache"], out.past_key_values)), with_kwargs=True)
+    rows = Rows((torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[5, 6, 7, 8]])), torch.arange(9))
+    packed = PackInputs(ids[0], positions[0], rows, torch.tensor([5, 6, 7]), torch.tensor(second[1:]), torch.ones(3))
+    found = policy(packed).logprob_S
+    np.testing.assert_allclose(found.detach(), alone[:3].log_softmax(-1)[[0, 1, 2], second[1:]].detach(), atol=1e-6)
+    assert caches == [(False, None)]
+
+
+def test_packing_is_a_pure_function_with_ties_by_position():
+    where = layout([3] * 6, [4] * 6, [0, 0, 1, 1, 2, 2])
+    packs = [[pack(where, part) for part in micro_batches(where, np.ones(6, np.bool_), 14)] for _ in range(2)]
+    assert [p.sequence_S.tolist() for p in packs[0]] == [[0] * 4 + [1] * 4, [2] * 4 + [3] * 4, [4] * 4 + [5] * 4]
+    for one, two in zip(*packs, strict=True):
+        np.testing.assert_array_equal(one.source_P, two.source_P)
+        np.testing.assert_array_equal(one.home_P, two.home_P)
+
+
+def test_logits_in_chunks_give_the_same_logprobs_entropies_and_gradients():
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 31, bias=False)
+    hidden, target, temperature = torch.randn(50, 8), torch.randint(0, 31, (50,)), torch.rand(50) + 0.5
+    results = []
+    for chunk in (1000, 16, 1):
+        head.zero_grad()
+        x = hidden.clone().requires_grad_()
+        found = head_logprobs(x, head, target, temperature, chunk=chunk, entropy_gradient=True)
+        (found.logprob_S.sum() + 0.1 * found.entropy_S.sum()).backward()
+        results.append((found.logprob_S.detach(), found.entropy_S.detach(), x.grad, head.weight.grad.clone()))
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5)
+
+
+def test_logprobs_and_entropy_are_those_of_numpy_at_the_temperature():
+    rng = np.random.default_rng(2)
+    logits, temperature = rng.normal(size=(6, 9)).astype(np.float32), np.array([1, 0.5, 2, 1, 0.7, 1.3], np.float32)
+    target = rng.integers(0, 9, 6)
+    z = logits.astype(np.float64) / temperature[:, None]
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    found = head_logprobs(torch.tensor(logits), lambda h: h, torch.tensor(target), torch.tensor(temperature), chunk=99)
+    np.testing.assert_allclose(found.logprob_S, np.log(p[np.arange(6), target]), rtol=1e-5)
+    np.testing.assert_allclose(found.entropy_S, -(p * np.log(p)).sum(-1), rtol=1e-5)
+    assert not found.entropy_S.requires_grad

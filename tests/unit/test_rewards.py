@@ -1,0 +1,215 @@
+"""Rewards: exact match in place, functions by path in a process of their own with a deadline."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_core.config import Config
+from rl_core.errors import ConfigError, RewardError, RewardTimeout
+from rl_core.rollout.rewards.exact import exact
+from rl_core.rollout.rewards.function import FunctionScorer, check_target
+from rl_core.rollout.rewards.scoring import answer_text, check_reward, make_scorer
+from rl_core.types import Completion, Prompt, Score, VersionRuns
+
+
+def prompt(answer: str = "123", **columns: Any) -> Prompt:
+    return Prompt(dataset_epoch=0, position=0, prompt_idx=0, token_ids_P=np.zeros(1, np.int32), answer=answer,
+                  data_source="sort", columns=columns)
+
+
+def scorer(directory: Path, source: str, *, name: str = "score", deadline_s: float = 5.0) -> FunctionScorer:
+    (directory / "reward.py").write_text(source)
+    return FunctionScorer(f"./reward.py:{name}", cwd=directory, deadline_s=deadline_s)
+
+
+def failing_call(given: FunctionScorer, seen: list[RewardError]) -> None:
+    try:
+        given(prompt(), "1")
+    except RewardError as error:
+        seen.append(error)
+
+
+@pytest.mark.parametrize(("text", "reward"), [("123", 1.0), (" 123\n", 1.0), ("1234", 0.0), ("", 0.0), ("321", 0.0)])
+def test_exact_compares_without_blanks_around(text: str, reward: float) -> None:
+    assert exact(prompt(" 123 "), text) == Score(reward=reward, correct=reward, extracted=text.strip())
+    assert make_scorer(Config())(prompt("123"), text).reward == reward
+
+
+def test_a_stop_string_is_trimmed_from_the_text() -> None:
+    def completion(stop: str | None) -> Completion:
+        runs = VersionRuns(end_R=np.ones(1, np.int32), version_R=np.zeros(1, np.int32))
+        return Completion(request_id="r", token_ids_L=np.ones(1, np.int32), logprobs_L=np.zeros(1, np.float32),
+                          version_runs=runs, finish_reason="stop", stop_text=stop)
+
+    assert answer_text("12 END 3 END", completion("END")) == "12 END 3 "
+    assert answer_text("12", completion(None)) == "12"
+    assert answer_text("12", completion("END")) == "12"
+
+
+GOOD = {
+    "text and truth by place": ("def score(a, b): return 0.5 if (a, b) == ('12', '123') else 0", Score(reward=0.5)),
+    "names of this system": ("def score(answer, truth): return len(answer) / len(truth)", Score(reward=2 / 3)),
+    "names of other systems": ("def score(ground_truth, completion): return len(completion) - len(ground_truth)",
+                               Score(reward=-1.0)),
+    "keywords only": ("def score(*, truth, answer): return len(truth) * 10 + len(answer)", Score(reward=32.0)),
+    "columns": ("def score(answer, truth, level, data_source, prompt, extra=7, **rest):\n"
+                " return {'reward': level + extra, data_source: 2, 'rest': len(rest), 'asked': len(prompt)}",
+                Score(reward=10.0, parts={"sort": 2.0, "rest": 1.0, "asked": 8.0})),
+    "a truth value says correct": ("def score(answer, truth): return answer in truth", Score(reward=1.0, correct=1.0)),
+    "a dict": ("def score(answer, truth):\n return {'reward': 1.5, 'correct': False, 'extracted': 12, 'length': 2}",
+               Score(reward=1.5, correct=0.0, extracted="12", parts={"length": 2.0})),
+    "a NumPy number": ("import numpy\ndef score(answer, truth): return numpy.float32(0.5)", Score(reward=0.5)),
+    "what it prints goes elsewhere": ("def score(answer, truth):\n print('{}')\n return 1", Score(reward=1.0)),
+}
+
+
+@pytest.mark.parametrize(("source", "expected"), GOOD.values(), ids=GOOD)
+def test_a_function_scores(source: str, expected: Score, tmp_path: Path) -> None:
+    given = scorer(tmp_path, source)
+    try:
+        assert given(prompt(level=3, unused=1, prompt="sort 321"), "12") == expected
+    finally:
+        given.close()
+
+
+BAD = {
+    "raises": ("def score(a, b): raise OSError('no net')", r"reward ./reward.py:score: raised OSError: no net"),
+    "exits": ("def score(a, b): raise SystemExit(3)", r"raised SystemExit: 3"),
+    "kills itself": ("import os\ndef score(a, b): os._exit(9)", r"its process ended with exit code 9"),
+    "NaN": ("def score(a, b): return float('nan')", r"the result is nan; it must be finite"),
+    "infinite part": ("def score(a, b): return {'reward': 1, 'p': 1e999}", r"part 'p' is inf; it must be finite"),
+    "a text": ("def score(a, b): return '1.0'", r"the result is '1.0' of type str; it must be a number"),
+    "a list": ("def score(a, b): return [1.0]", r"the result is \[1.0\] of type list; it must be a number"),
+    "nothing": ("def score(a, b): pass", r"the result is None of type NoneType"),
+    "dict without reward": ("def score(a, b): return {'score': 1}", r"has no `reward`: \{'score': 1\}"),
+    "unknown column": ("def score(answer, truth, level): return 1", r"'level' is no column of the row; it has \['x'\]"),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), BAD.values(), ids=BAD)
+def test_a_failure_is_a_reward_error_and_the_next_call_works(source: str, message: str, tmp_path: Path) -> None:
+    given = scorer(tmp_path, source)
+    try:
+        for _ in range(2):
+            with pytest.raises(RewardError, match=message):
+                given(prompt(x=1), "12")
+    finally:
+        given.close()
+
+
+def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_one_works(tmp_path: Path) -> None:
+    given = scorer(tmp_path, "import time, os\ndef score(a, b):\n"
+                   " open('pids', 'a').write(f'{os.getpid()} ')\n"
+                   " while a == 'hang': time.sleep(0.01)\n return 1", deadline_s=0.5)
+    try:
+        assert given(prompt(), "fine").reward == 1.0, "the interpreter's start is not counted"
+        start = time.monotonic()
+        with pytest.raises(RewardTimeout, match=r"reward ./reward.py:score: no answer within 0.5 s"):
+            given(prompt(), "hang")
+        assert time.monotonic() - start < 1.0
+        assert given(prompt(), "fine").reward == 1.0
+    finally:
+        given.close()
+    first, hung, second = (int(pid) for pid in (tmp_path / "pids").read_text().split())
+    assert first == hung != second
+    for pid in (hung, second):
+        assert not os.path.exists(f"/proc/{pid}"), "no process is left"
+
+
+def test_close_ends_a_call_in_the_middle(tmp_path: Path) -> None:
+    given = scorer(tmp_path, "import time\ndef score(a, b): time.sleep(60)", deadline_s=60)
+    given.start()
+    seen: list[RewardError] = []
+    thread = threading.Thread(target=failing_call, args=(given, seen))
+    thread.start()
+    time.sleep(0.2)
+    start = time.monotonic()
+    given.close()
+    thread.join(2)
+    assert not thread.is_alive() and time.monotonic() - start < 1.0
+    assert len(seen) == 1
+    with pytest.raises(RewardError, match="closed"):
+        given(prompt(), "1")
+
+
+def test_calls_are_quick(tmp_path: Path) -> None:
+    given = scorer(tmp_path, "def score(answer, truth): return 1")
+    try:
+        given.start()
+        start = time.monotonic()
+        for _ in range(200):
+            given(prompt(), "12")
+        assert (time.monotonic() - start) / 200 < 0.005
+    finally:
+        given.close()
+
+
+REFUSED = {
+    "no such file": ("./nothing.py:score", r"reward: no such file .*nothing.py"),
+    "outside": ("../reward.py:score", r"reward: .*reward.py lies outside the working directory"),
+    "absolute outside": ("/etc/reward.py:score", r"lies outside the working directory"),
+    "not allowed": ("json:loads", r"reward: package 'json' may not be imported: .* HEADWAY_ALLOWED_IMPORTS \(empty\)"),
+    "no name": ("./reward.py:", r"reward: './reward.py:' is no function path"),
+    "no module": ("a-b:score", r"reward: 'a-b' is neither a `.py` file nor a module"),
+    "no such function": ("./reward.py:other", r"cannot be loaded: ValueError: ./reward.py has no function 'other'"),
+    "no function": ("./reward.py:number", r"cannot be loaded: ValueError: ./reward.py has no function 'number'"),
+    "async": ("./reward.py:later", r"is async; a reward is an ordinary function"),
+    "no argument": ("./reward.py:bare", r"the function takes no argument for the answer"),
+    "raises at import": ("./broken.py:score", r"cannot be loaded: ZeroDivisionError: division by zero"),
+    "syntax error": ("./syntax.py:score", r"cannot be loaded: SyntaxError"),
+}
+
+
+@pytest.mark.parametrize(("reward", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_function_that_cannot_work_is_refused_before_the_start(reward: str, message: str, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWAY_ALLOWED_IMPORTS", raising=False)
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "reward.py").write_text("")
+    (work / "reward.py").write_text("number = 1\nasync def later(a, b): pass\ndef bare(): pass\n")
+    (work / "broken.py").write_text("1 / 0")
+    (work / "syntax.py").write_text("def")
+    with pytest.raises(ConfigError, match=message):
+        check_reward(Config(reward=reward), cwd=work)
+
+
+def test_modules_come_from_the_working_directory_or_allowed_packages(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mine" / "deep"
+    package.mkdir(parents=True)
+    (package / "rewards.py").write_text("def score(answer, truth): return answer == truth")
+    given = FunctionScorer("mine.deep.rewards:score", cwd=tmp_path, deadline_s=5)
+    try:
+        assert given(prompt("1"), "1") == Score(reward=1.0, correct=1.0)
+    finally:
+        given.close()
+    check_target("json:loads", tmp_path, ("json",))
+    check_target("rl_core.rollout.rewards.exact:exact", tmp_path, ())
+    monkeypatch.setenv("HEADWAY_ALLOWED_IMPORTS", "numpy, operator")
+    check_reward(Config(reward="operator:eq"), cwd=tmp_path)
+
+
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
+    """Also in the middle of a call: the child watches its input, whoever held the other end."""
+    given = scorer(tmp_path, "import os, time\ndef score(a, b):\n open('pid', 'w').write(str(os.getpid()))\n"
+                   " while True: time.sleep(0.01)", deadline_s=30)
+    given.start()
+    child = given._child  # pyright: ignore[reportPrivateUsage]
+    assert child is not None and child.stdin is not None
+    caller = threading.Thread(target=failing_call, args=(given, []))
+    caller.start()
+    deadline = time.monotonic() + 5
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.stdin.close()
+    assert child.wait(5) == 0
+    caller.join(5)
+    given.close()
