@@ -37,7 +37,8 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
 }
-"""Set before they are imported. The console belongs to Headway; what the others say is in Prefect's log and in the run's logs."""
+"""Set before they are imported. The console belongs to Headway; what the others say is in Prefect's log and in the
+run's logs."""
 
 
 class Terminated(BaseException):
@@ -46,12 +47,11 @@ class Terminated(BaseException):
 
 def launch(preset: str, overrides: Sequence[str], run_key: str | None, *, as_json: bool, verbose: bool) -> int:
     """Run `headway train`; returns its exit code."""
-    started = time.monotonic()
     console = Console()
     console.line(f"headway {version('headway')}: train {preset}")
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        return _launch(console, preset, overrides, run_key, as_json=as_json, verbose=verbose, started=started)
+        return _launch(console, preset, overrides, run_key, as_json=as_json, verbose=verbose)
     except (ConfigError, DataError) as error:
         return _refused(console, str(error))
     except RunIsAlive as error:
@@ -80,8 +80,8 @@ def _refused(console: Console, why: str) -> int:
     return REFUSED
 
 
-def _launch(console: Console, preset: str, overrides: Sequence[str], run_key: str | None, *, as_json: bool, verbose: bool,
-            started: float) -> int:
+def _launch(console: Console, preset: str, overrides: Sequence[str], run_key: str | None, *, as_json: bool,
+            verbose: bool) -> int:
     changes = parse_overrides(overrides)
     config = resolve(load_preset(preset), changes)
     make_plan(config)  # what is wrong whatever the inputs is said before anything heavy is imported

@@ -62,11 +62,12 @@ def _status_lines(report: dict[str, Any]) -> list[str]:
 
 def _audit_lines(report: dict[str, Any]) -> list[str]:
     epoch, position = report["frontier"]
-    lines = [f"{report['run_key']}: {report['claims']} claims, {report['recorded']} records, {report['shards']} shards; "
-             f"prompts up to position {position} of dataset epoch {epoch}"]
+    lines = [f"{report['run_key']}: {report['claims']} claims, {report['recorded']} records, {report['shards']} "
+             f"shards; prompts up to position {position} of dataset epoch {epoch}"]
     for what in ("positions", "rows"):
         counts = {state: n for state, n in report[what].items() if n}
-        lines.append(f"{what:<10}{sum(counts.values()):>8}  " + ", ".join(f"{n} {state}" for state, n in counts.items()))
+        listed = ", ".join(f"{n} {state}" for state, n in counts.items())
+        lines.append(f"{what:<10}{sum(counts.values()):>8}  {listed}")
     if report["holds"]:
         return [*lines, "holds: every prompt and every landed group is in exactly one state"]
     return [*lines, f"DOES NOT HOLD: {len(report['violations'])} violations", *report["violations"][:20]]

@@ -27,7 +27,8 @@ def load_preset(name: str) -> dict[str, Any]:
     elif name in preset_names():
         text = files("deployments").joinpath("presets", f"{name}.yaml").read_text()
     else:
-        raise ConfigError(f"--preset {name}: no such preset; there are {', '.join(preset_names())}, or give a .yaml file")
+        known = ", ".join(preset_names())
+        raise ConfigError(f"--preset {name}: no such preset; there are {known}, or give a .yaml file")
     try:
         settings = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -23,9 +23,9 @@ from prefect.states import Cancelled, State
 from flows.presets import load_preset
 from rl_core.plan import resolve
 from tasks.checkpoint import checkpoint, checkpoint_due
+from tasks.paths import new_run_key
 from tasks.report import publish_report
 from tasks.rollout import continuous_rollout
-from tasks.paths import new_run_key
 from tasks.session import Session, open_session, set_up
 from tasks.training import train_step
 from tasks.validation import validate_beside, validate_unfinished, validation_due, wait_for_validations
@@ -62,19 +62,20 @@ def train(preset: str = "tiny-cpu", overrides: dict[str, Any] | None = None,
 
 def train_steps(session: Session) -> None:
     """The visible loop: rollout beside training, until the steps or the data end."""
-    session.rollout = continuous_rollout.submit(session)
-    validate_unfinished(session)
-    validate_beside(session, session.first_step)
-    for step in session.remaining_steps:
-        if train_step(session, step) is None:
-            break
-        done = step + 1
-        if validation_due(session, done):
-            validate_beside(session, done)
-        if checkpoint_due(session, done):
-            checkpoint(session, done)
-    session.end_rollout()
-    wait_for_validations(session)
+    with session.progress.stage("training"):
+        session.rollout = continuous_rollout.submit(session)
+        validate_unfinished(session)
+        validate_beside(session, session.first_step)
+        for step in session.remaining_steps:
+            if train_step(session, step) is None:
+                break
+            done = step + 1
+            if validation_due(session, done):
+                validate_beside(session, done)
+            if checkpoint_due(session, done):
+                checkpoint(session, done)
+        session.end_rollout()
+        wait_for_validations(session)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,23 @@ from tasks.figures import draw_figures
 if TYPE_CHECKING:
     from tasks.session import Session
 
+FLUSH_S = 30.0
+"""Longest that a finished run waits for MLflow; what is missing then is replayed by the next start of the run."""
+
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
 def publish_report(session: Session) -> dict[str, Any]:
     """Write what a finished run leaves behind and return its summary (the keys of `headway train --json`)."""
     run, config, identity = session.run, session.config, session.identity
     figures = draw_figures(run, title=identity.run_key, limit=config.staleness.limit)
+    session.tracker.flush(deadline_s=FLUSH_S)  # so that the summary can name the MLflow run, also of a very short run
     summary = summarize(run, run_key=identity.run_key, status="completed",
-                        wall_s=time.monotonic() - session.started_s).as_json()
+                        wall_s=time.monotonic() - session.started_s, mlflow_run_id=session.tracker.run_id).as_json()
     create_markdown_artifact(markdown=summary_markdown(summary), key="summary", description="Summary of the run")
-    session.finish("completed", figures=figures, summary=summary)
-    summary["mlflow_run_id"] = session.tracker.run_id
     if session.tracker.link is not None:
         create_link_artifact(link=session.tracker.link, link_text=f"MLflow run {identity.run_key}", key="mlflow-run",
                              description="Metrics, figures and parameters of this run")
+    session.finish("completed", figures=figures, summary=summary)
     return summary
 
 

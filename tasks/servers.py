@@ -35,7 +35,7 @@ ray._private.services.start_api_server = lambda *args, **kwargs: ("", None)
 from ray.scripts.scripts import main
 main()
 """
-"""`ray start` without the process behind the dashboard, which it starts even when told not to have one, to collect usage
+"""`ray start` without the process behind the dashboard, which it starts even when told not to have one, for usage
 statistics that are off: 65 MB, and a second of every start."""
 RAY_CPUS = 2
 """Worker processes that Ray starts ahead for the first driver. Actors ask for none: their threads are settings."""

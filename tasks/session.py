@@ -24,7 +24,6 @@ from prefect.futures import PrefectFuture
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError, DeadPart
 from rl_core.experience.experience import Experience
-from rl_core.experience.shards import sweep_tmp
 from rl_core.metrics import PoolReading, pool_metrics, read_pool
 from rl_core.model_setup import model_digests, set_up_model
 from rl_core.records import recorded_steps
@@ -32,9 +31,10 @@ from rl_core.rollout.prompts import PromptSource
 from rl_core.rollout.pump import Pump
 from rl_core.run_dir import OwnerLock, RunDir, replace_file, self_test, to_json
 from rl_core.run_identity import RunIdentity, check_inputs, open_identity
-from rl_core.types import StepRecord, WeightVersion
+from rl_core.types import StepRecord
 from rl_core.versions import newest_version
 from tasks import cluster, services
+from tasks.attempts import end_flow_run_before
 from tasks.paths import headway_home, run_dir
 from tasks.progress import Progress, ProgressArtifact
 from tasks.tracking import Tracker, destination
@@ -42,7 +42,7 @@ from tasks.training import Claims, LearnerGroup
 
 
 class Session:
-    """What one start of a run holds while it lives. Made by `open_session`, filled by `set_up`, taken down by `close`."""
+    """What one start of a run holds while it lives. `open_session` makes it, `set_up` fills it, `close` ends it."""
 
     learner: LearnerGroup
     pool: cluster.RemotePool
@@ -170,6 +170,7 @@ def set_up(session: Session) -> None:
     for directory in (run.ledger(), run.records, run.versions, run.attempts, run.outcomes):
         self_test(directory)
     session.attempt = session.lock.next_attempt(len(recorded_steps(run)), runtime.flow_run.get_id())
+    end_flow_run_before(run, session.attempt)
     with progress.stage("model"):
         _place_model(session)
         prompts = PromptSource.of_model(config, run.model)

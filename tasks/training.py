@@ -85,7 +85,8 @@ class LearnerGroup:
         """All ranks at once: a collective needs them all. The first error wins."""
         calls = [handle.call_async(method, *args) for handle in self._handles]
         until = time.monotonic() + deadline_s
-        return [call.result(max(0.0, until - time.monotonic())) for call in calls][0]
+        answers = [call.result(max(0.0, until - time.monotonic())) for call in calls]
+        return answers[0]
 
     def close(self) -> None:
         """End the actors."""
@@ -97,8 +98,8 @@ class LearnerGroup:
 class Claims:
     """Claims made one step ahead, on a thread: the learner finds the next one waiting.
 
-    Moving a group from the eligible ones into a claim leaves capacity as it is (experience-store.md 3.5), so nothing runs
-    further ahead for it.
+    Moving a group from the eligible ones into a claim leaves capacity as it is (experience-store.md 3.5), so nothing
+    runs further ahead for it.
     """
 
     def __init__(self, experience: Experience, config: Config) -> None:

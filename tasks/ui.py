@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,8 +55,8 @@ def serve(home: Path) -> Iterator[Pages]:
 def _start_mlflow(home: Path, base: Path, until: float, started: list[servers.Process]) -> str:
     port, root = servers.free_port(), home / "mlflow"
     root.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-P", "-m", "mlflow", "server", "--host", servers.HOST, "--port", str(port), "--workers", "1",
-               "--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination",
+    command = [sys.executable, "-P", "-m", "mlflow", "server", "--host", servers.HOST, "--port", str(port),
+               "--workers", "1", "--backend-store-uri", f"sqlite:///{root / 'mlflow.db'}", "--artifacts-destination",
                (root / "artifacts").as_uri(), "--allowed-hosts", f"{servers.HOST}:{port},localhost:{port}",
                "--cors-allowed-origins", f"http://{servers.HOST}:{port}"]
     env = servers.clean_environ() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true",

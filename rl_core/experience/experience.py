@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.config import Config
-from rl_core.errors import DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent
+from rl_core.errors import DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent, RunEnded
 from rl_core.experience import admission
 from rl_core.experience.admission import AdmissionState
 from rl_core.experience.discovery import Discovery
@@ -32,16 +32,15 @@ from rl_core.experience.leases import LeaseBook, Leased
 from rl_core.experience.ledger import (
     CONSUMER,
     EndOfData,
-    claimed_steps,
     drop_files,
     group_ids_digest,
     put_claim,
     put_drops,
     put_end,
     read_claim,
+    read_claimed,
     read_drops,
     read_end,
-    segments_of,
 )
 from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
 from rl_core.experience.positions import Positions, Slot
@@ -80,6 +79,7 @@ class Experience:
         self._listing = threading.Lock()
         self._listed = False
         self._failure: BaseException | None = None
+        self._closed = False
         self._prompt_idx: Callable[[int, int], int] | None = None
         self._final: set[int] = set()
         self._outcomes_seen: set[str] = set()
@@ -95,18 +95,12 @@ class Experience:
 
     def _load_claims(self) -> dict[tuple[str, int], int]:
         """All claims at once; returns the claimed rows by shard."""
-        rows: dict[tuple[str, int], int] = {}
-        groups: list[NDArray[np.int64]] = []
-        for step in claimed_steps(self.run, self.consumer):
-            claim = read_claim(self.run, step, self.consumer)
-            groups.append(_groups_array(claim))
-            for s in segments_of(claim.groups):
-                rows[s.stream, s.seq] = rows.get((s.stream, s.seq), 0) + s.hi - s.lo
-            self._note_dropped(claim.dropped)
-            self.next_step = step + 1
-        if groups:
-            self._note_claimed(np.concatenate(groups))
-        return rows
+        claimed = read_claimed(self.run, self.consumer)
+        self._note_dropped(claimed.dropped)
+        if claimed.groups_G4.size:
+            self._note_claimed(claimed.groups_G4)
+        self.next_step = claimed.steps
+        return claimed.rows_by_shard
 
     def _note_claimed(self, groups_G4: NDArray[np.int64]) -> None:
         """Columns dataset_epoch, position, try, prompt_idx."""
@@ -266,6 +260,8 @@ class Experience:
         with self.changed:
             if self._failure is not None:
                 raise self._failure
+            if self._closed:
+                raise RunEnded(f"nothing more is claimed: the session of attempt {self.attempt} has ended")
             self._adopt_claims()
             if step < self.next_step:
                 return read_claim(self.run, step, self.consumer)
@@ -296,7 +292,8 @@ class Experience:
 
     def _apply_claim(self, claim: Claim) -> None:
         self._note_dropped(claim.dropped)
-        self._note_claimed(_groups_array(claim))
+        if claim.groups:
+            self._note_claimed(_groups_array(claim))
         self.next_step = claim.step + 1
         self._hold = None
         self._health.judged(len(claim.groups), claim.dropped)
@@ -346,6 +343,12 @@ class Experience:
         with self.changed:
             if self._failure is None:
                 self._failure = error
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """The owner has ended its session: a claim that still waits on another thread ends with RunEnded."""
+        with self.changed:
+            self._closed = True
             self.changed.notify_all()
 
     def wake(self) -> None:

@@ -20,7 +20,6 @@ from rl_core.experience.verify import ShardInfo, shard_key
 from rl_core.types import ClaimedGroup, Drop, group_id, parse_group_id
 
 EPOCH_BITS, PROMPT_BITS, TRY_BITS = 16, 36, 11
-LEASE_BITS = 40
 
 
 def group_keys(dataset_epoch: NDArray[Any], prompt_idx: NDArray[Any], try_no: NDArray[Any]) -> NDArray[np.int64]:
@@ -262,35 +261,40 @@ class Index:
         usable = np.flatnonzero(verdict_G < STALE)
         if usable.size < n:
             return None
-        chosen = self._order(self._oldest(usable, n))
-        groups = tuple(self._group(i) for i in chosen)
-        masked = tuple((ordinal, tokens) for ordinal, i in enumerate(chosen) if verdict_G[i] == MASK
-                       and (tokens := self._masked(idx_step, int(self.waiting.key[i]), idx_of_version)))
-        shards = sorted({self.shards[int(self.waiting.shard[i])] for i in chosen})
-        return Selection(groups=groups, masked=masked,
+        chosen = self._oldest(usable, n)
+        w = self.waiting
+        chosen = chosen[np.lexsort((w.try_no[chosen], w.position[chosen], w.dataset_epoch[chosen]))]
+        masked = tuple((ordinal, tokens) for ordinal, i in enumerate(chosen.tolist()) if verdict_G[i] == MASK
+                       and (tokens := self._masked(idx_step, int(w.key[i]), idx_of_version)))
+        shards = sorted({self.shards[i] for i in np.unique(w.shard[chosen]).tolist()})
+        return Selection(groups=self._groups(chosen), masked=masked,
                          shard_digests={shard_key(s.stream, s.seq): s.digest for s in shards},
                          dropped=self._drops(np.flatnonzero(verdict_G >= STALE), verdict_G))
 
-    def _oldest(self, usable: NDArray[np.intp], n: int) -> list[int]:
+    def _oldest(self, usable: NDArray[np.intp], n: int) -> NDArray[np.intp]:
+        """Narrowed by idx_min, and among equals by lease number, before rows are looked at one by one."""
         w = self.waiting
-        age = w.idx_min[usable].astype(np.int64) << LEASE_BITS | w.lease_no[usable]
         if usable.size > n:
-            threshold = np.partition(age, n - 1)[n - 1]
-            usable = usable[age <= threshold]
-        return sorted(usable.tolist(), key=self._age_order)[:n]
+            idx_min = w.idx_min if usable.size == len(w) else w.idx_min[usable]
+            threshold = np.partition(idx_min, n - 1)[n - 1]
+            older, equal = usable[idx_min < threshold], usable[idx_min == threshold]
+            if older.size + equal.size > n:
+                lease_no = w.lease_no[equal]
+                equal = equal[lease_no <= np.partition(lease_no, n - older.size - 1)[n - older.size - 1]]
+            usable = np.concatenate([older, equal])
+        shards = [(self.shards[i].stream, self.shards[i].seq) for i in w.shard[usable].tolist()]
+        order = sorted(zip(w.idx_min[usable].tolist(), w.lease_no[usable].tolist(), shards, w.row[usable].tolist(),
+                           usable.tolist(), strict=True))
+        return np.array([row[-1] for row in order[:n]], np.intp)
 
-    def _age_order(self, i: int) -> tuple[int, int, str, int, int]:
-        w, shard = self.waiting, self.shards[int(self.waiting.shard[i])]
-        return int(w.idx_min[i]), int(w.lease_no[i]), shard.stream, shard.seq, int(w.row[i])
-
-    def _order(self, rows: list[int]) -> list[int]:
-        w = self.waiting
-        return sorted(rows, key=lambda i: (int(w.dataset_epoch[i]), int(w.position[i]), int(w.try_no[i])))
-
-    def _group(self, i: int) -> ClaimedGroup:
-        w, shard = self.waiting, self.shards[int(self.waiting.shard[i])]
-        return ClaimedGroup(dataset_epoch=int(w.dataset_epoch[i]), position=int(w.position[i]), try_no=int(w.try_no[i]),
-                            prompt_idx=int(w.prompt_idx[i]), stream=shard.stream, seq=shard.seq, row=int(w.row[i]))
+    def _groups(self, chosen: NDArray[np.intp]) -> tuple[ClaimedGroup, ...]:
+        rows = self.waiting.take(chosen)
+        columns = (rows.dataset_epoch, rows.position, rows.try_no, rows.prompt_idx, rows.shard, rows.row)
+        return tuple(
+            ClaimedGroup(dataset_epoch=epoch, position=position, try_no=try_no, prompt_idx=prompt_idx, row=row,
+                         stream=self.shards[shard].stream, seq=self.shards[shard].seq)
+            for epoch, position, try_no, prompt_idx, shard, row
+            in zip(*(column.tolist() for column in columns), strict=True))
 
     def _masked(self, idx_step: int, key: int, idx_of_version: dict[int, int]) -> int:
         versions, tokens = self._versions[key]

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from rl_core.errors import BrokenFile
 from rl_core.run_dir import RunDir, check_attempt, numbered, put_if_absent, read_json, to_json
@@ -129,6 +131,36 @@ def claimed_steps(run: RunDir, consumer: str = CONSUMER) -> list[int]:
         gap = next(k for k, step in enumerate(steps) if k != step)
         raise BrokenFile(f"{run.claim(gap, consumer)}: absent, but step {steps[-1]} has a claim; the ledger has a gap")
     return steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimed:
+    """What all claims of a run have taken, without one Python object per group."""
+
+    steps: int
+    """Claims 0 to steps - 1 exist."""
+    groups_G4: NDArray[np.int64]
+    """Columns dataset_epoch, position, try, prompt_idx."""
+    rows_by_shard: dict[tuple[str, int], int]
+    dropped: tuple[Drop, ...]
+
+
+def read_claimed(run: RunDir, consumer: str = CONSUMER) -> Claimed:
+    """All claims at once, as the index needs them. Raises BrokenFile for a gap or a file that cannot be read.
+
+    Digests are not checked here: whoever trains a claim reads it by `read_claim`.
+    """
+    groups: list[NDArray[np.int64]] = [np.zeros((0, 4), np.int64)]
+    rows: dict[tuple[str, int], int] = {}
+    dropped: list[Drop] = []
+    steps = claimed_steps(run, consumer)
+    for step in steps:
+        payload = read_json(run.claim(step, consumer))
+        groups.append(np.array(payload["groups"], np.int64).reshape(-1, 4))
+        for stream, seq, lo, hi in payload["segments"]:
+            rows[stream, seq] = rows.get((stream, seq), 0) + hi - lo
+        dropped += [_drop_from_json(entry) for entry in payload["dropped"]]
+    return Claimed(steps=len(steps), groups_G4=np.concatenate(groups), rows_by_shard=rows, dropped=tuple(dropped))
 
 
 def claims(run: RunDir, first: int = 0, consumer: str = CONSUMER) -> Iterator[Claim]:

@@ -1,7 +1,8 @@
 """From a claim to arrays: every rank reads its own rows, from shards whose digests are checked again.
 
-Shards are mapped, verified, and their token columns copied once, at about the speed of memcpy, into staging buffers
-that are reused from claim to claim. Mapped memory never leaves this module: a write into it would be a SIGSEGV.
+Shards are read or mapped, verified, and their token columns copied once, at about the speed of memcpy, into staging
+buffers that are reused from claim to claim. What is verified is what is copied. Mapped memory never leaves this module:
+a write into it would be a SIGSEGV.
 
 Shape suffixes: `_N` trajectories of the whole claim, `_G` groups of the claim; flat token arrays hold this rank's
 trajectories only, in claim order.
@@ -20,11 +21,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ShardCorrupt
-from rl_core.experience.schema import TOKEN_DTYPES
+from rl_core.experience.schema import MAX_BYTES, TOKEN_DTYPES
 from rl_core.experience.staging import Staging
 from rl_core.experience.verify import fixed_values, list_values, shard_key, token_values, valid_bits, verified_batch
 from rl_core.run_dir import RunDir
 from rl_core.types import FINISH_CODES, Claim, WeightVersion
+
+POOL_BYTES = 2**30
+"""Shards of a claim are read into the staging pool up to about this much, and mapped beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,11 +94,11 @@ def split_by_length(length_N: NDArray[np.int32], ranks: int) -> NDArray[np.int32
     return rank_N
 
 
-def _open(run: RunDir, claim: Claim, stream: str, seq: int) -> pa.RecordBatch:
-    """Map one claimed shard and check that it is what was claimed."""
+def _open(run: RunDir, claim: Claim, stream: str, seq: int, pool: Staging | None, name: str) -> pa.RecordBatch:
+    """Open one claimed shard and check that it is what was claimed."""
     path = run.shard(stream, seq)
     try:
-        batch, _, digest = verified_batch(path)
+        batch, _, digest = verified_batch(path, pool, name)
     except (ShardCorrupt, FileNotFoundError) as error:
         raise ClaimedShardCorrupt(f"claim of step {claim.step}: {error}") from error
     expected = claim.shard_digests.get(shard_key(stream, seq))
@@ -103,14 +107,19 @@ def _open(run: RunDir, claim: Claim, stream: str, seq: int) -> pa.RecordBatch:
     return batch
 
 
-def open_claim(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int64]]:
-    """The mapped shards of a claim, verified again, and where its groups lie: (batches, shard of group, row of group).
+def open_claim(run: RunDir, claim: Claim, pool: Staging | None = None) -> tuple[
+        list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int64]]:
+    """The shards of a claim, verified again, and where its groups lie: (batches, shard of group, row of group).
 
+    With a pool they are read into it, shard by shard while that is not more than POOL_BYTES; else they are mapped.
     Raises ClaimedShardCorrupt for a shard that is gone, has changed, or does not hold the claimed groups.
     """
     keys = sorted({(group.stream, group.seq) for group in claim.groups})
     place = {key: i for i, key in enumerate(keys)}
-    batches = [_open(run, claim, *key) for key in keys]
+    batches: list[pa.RecordBatch] = []
+    for i, key in enumerate(keys):
+        room = pool is not None and pool.nbytes + MAX_BYTES <= POOL_BYTES
+        batches.append(_open(run, claim, *key, pool if room else None, f"shard-{i}"))
     ids: list[list[str]] = [batch.column("group_id").to_pylist() for batch in batches]
     for group in claim.groups:
         rows = ids[place[group.stream, group.seq]]
@@ -209,15 +218,15 @@ def read_claim_rows(run: RunDir, claim: Claim, *, rank: int, ranks: int, version
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}")
-    batches, shard_G, row_G = open_claim(run, claim)
+    batches, shard_G, row_G = open_claim(run, claim, None if staging is None else staging.scratch)
     return stage_claim(batches, shard_G, row_G, claim, rank=rank, ranks=ranks, versions=versions,
                        staging=staging or Staging())
 
 
-def token_places(run: RunDir, claim: Claim) -> tuple[
+def token_places(run: RunDir, claim: Claim, pool: Staging | None = None) -> tuple[
         list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-    """Where the tokens of a claim lie: verified mapped shards, and shard, first token and length of each trajectory."""
-    batches, shard_G, row_G = open_claim(run, claim)
+    """Where the tokens of a claim lie: verified shards, and shard, first token and length of each trajectory."""
+    batches, shard_G, row_G = open_claim(run, claim, pool)
     facts = _Facts(batches, shard_G, row_G)
     return batches, facts.shard_N, facts.begin_N, facts.length_N
 
@@ -255,10 +264,11 @@ def copy_tokens(batches: Sequence[pa.RecordBatch], shard_M: NDArray[np.int64], b
     first = np.flatnonzero(np.append(True, ~joined)) if shard_M.size else np.zeros(0, np.int64)
     last = np.append(first[1:], shard_M.size) - 1 if shard_M.size else first
     spans = list(zip(shard_M[first].tolist(), begin_M[first].tolist(), end_M[last].tolist(), strict=True))
+    total = int(length_M.sum(dtype=np.int64))
     out: dict[str, NDArray[Any]] = {}
     for name, dtype in TOKEN_DTYPES.items():
-        sources = [token_values(batch.column(name))[2] for batch in batches]
-        out[name] = column = staging.take(name, int(length_M.sum(dtype=np.int64)), dtype)
+        sources = [np.frombuffer(batch.column(name).buffers()[-1], dtype) for batch in batches]
+        out[name] = column = staging.take(name, total, dtype)
         at = 0
         for shard, begin, end in spans:
             column[at:at + end - begin] = sources[shard][begin:end]

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -96,21 +98,23 @@ class Learner:
     """One rank of the learner group. `Learner(root=..., config=..., attempt=1, rank=0, ranks=1, rendezvous="")`.
 
     `revisions` are the settings of each config revision; a step is trained with those that its claim was judged by.
-    Not thread-safe, but for `status`. Raises ConfigError for settings that make no sense together.
+    Calls from several threads run one after the other, `status` at any time. Raises ConfigError for settings that make
+    no sense together.
     """
 
     def __init__(self, *, root: str, config: Config, attempt: int, rank: int, ranks: int, rendezvous: str,
                  revisions: Mapping[int, Config] | None = None) -> None:
         check_combination(config.learner)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums on CUDA; read at its start
         torch.use_deterministic_algorithms(True)
         cast(Any, torch.utils).deterministic.fill_uninitialized_memory = False  # none is read before it is written
-        torch.set_num_threads(config.learner.threads)
         self._run = RunDir(Path(root))
         self._config, self._revisions, self._attempt = config, dict(revisions or {}), attempt
         device = torch.device(config.learner.device, rank % max(1, torch.cuda.device_count())
                               ) if config.learner.device == "cuda" else torch.device("cpu")
         self._ranks = Ranks(rank=rank, ranks=ranks, rendezvous=rendezvous, device=device,
                             deadline_s=config.deadlines.collective_s)
+        self._lock = threading.Lock()
         self._staging = Staging()
         self._versions: dict[int, WeightVersion] = {}
         self._first_mismatch: dict[int, float] = {}
@@ -124,24 +128,26 @@ class Learner:
 
     # -- what the owner calls
 
-    def next_step(self) -> int:
-        """The step that `train` expects; -1 before `restore`."""
-        return self._next
+    def next_step(self, attempt: int | None = None) -> int:
+        """The step that `train` expects, once the running call has ended; -1: `restore` is needed first (nothing is
+        loaded, or a step failed on its way)."""
+        with self._owned(attempt):
+            return self._next
 
     def restore(self, attempt: int | None = None) -> int:
         """Take up the newest whole checkpoint, or the initial model; returns the next step.
 
         A damaged checkpoint: the one before it. Raises CheckpointDamaged if there are some and none is whole.
         """
-        self._own(attempt)
-        if self._ranks.rank == 0:
-            make_weights_root(self._run, self._config)
-            for directory in (self._run.checkpoints, self._run.weights_root):
-                sweep_aside(directory)
-        self._ranks.barrier()
-        self._load()
-        self._reading, self._read_at = self._ledger.seconds(), time.monotonic()
-        return self._next
+        with self._owned(attempt):
+            if self._ranks.rank == 0:
+                make_weights_root(self._run, self._config)
+                for directory in (self._run.checkpoints, self._run.weights_root):
+                    sweep_aside(directory)
+            self._ranks.barrier()
+            self._load()
+            self._reading, self._read_at = self._ledger.seconds(), time.monotonic()
+            return self._next
 
     def train(self, step: int, attempt: int | None = None) -> StepRecord | None:
         """Train the claimed step and record it; rank 0 returns the record that stands, others None.
@@ -151,25 +157,24 @@ class Learner:
         step trains nothing and returns None. Raises ValueError if `step` is not the next one, FileNotFoundError
         without a claim, StaleAttempt, ClaimedShardCorrupt, EngineMismatch, NonFiniteTraining.
         """
-        self._own(attempt)
-        if step != self._next:
-            raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
-        self._busy_since = time.monotonic()
-        try:
-            with self._ledger.during("busy"):
-                return self._train(step)
-        except BaseException:
-            self._next = -1  # the update may be half in the state: only `restore` makes it usable again
-            raise
-        finally:
-            self._busy_since = None
+        with self._owned(attempt):
+            if step != self._next:
+                raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
+            self._busy_since = time.monotonic()
+            try:
+                with self._ledger.during("busy"):
+                    return self._train(step)
+            except BaseException:
+                self._next = -1  # the update may be half in the state: only `restore` makes it usable again
+                raise
+            finally:
+                self._busy_since = None
 
     def publish_current(self, attempt: int | None = None) -> WeightVersion | None:
         """Make the last scheduled publication real if it is not yet, its bytes in place, and return it (rank 0; others
         None): what engines are offered at a start, after the recorded steps were replayed. The version of the same step
         and digest is adopted; other bytes get a new v and are reported as a divergence."""
-        self._own(attempt)
-        with self._ledger.during("syncing"):
+        with self._owned(attempt), self._ledger.during("syncing"):
             weights = self._weights() if self._config.publish_every == 1 else self._scheduled.tensors
             version = None if weights is None or self._ranks.rank else self._publish(weights)
             self._ranks.barrier()
@@ -177,9 +182,8 @@ class Learner:
 
     def checkpoint(self, attempt: int | None = None) -> int:
         """Write checkpoint n aside, manifest last; returns n, the number of steps behind it."""
-        self._own(attempt)
-        state = self._loaded()
-        with self._ledger.during("paused"):
+        with self._owned(attempt), self._ledger.during("paused"):
+            state = self._loaded()
             weights, optimizer = self._weights(), state.optimizer_tensors()
             if self._ranks.rank == 0:
                 write_checkpoint(
@@ -191,7 +195,7 @@ class Learner:
                     version=None if self._scheduled.step == self._next else self._scheduled.tensors,
                     attempt=self._attempt, keep=self._config.checkpoint.keep, fsync=self._config.storage.fsync)
             self._ranks.barrier()
-        return self._next
+            return self._next
 
     def status(self) -> dict[str, Any]:
         """Next step, seconds that the running step takes so far (None: idle), and where the time went."""
@@ -252,8 +256,7 @@ class Learner:
         batch = stages.assemble(rows)
         facts = self._stages(batch, claim, config)
         built = time.monotonic()
-        result = training_step(state.policy, state.optimizer, self._ranks, stages.to_device(batch, self._ranks.device),
-                               self._plan(claim, config))
+        result = training_step(state.policy, state.optimizer, self._ranks, batch, self._plan(claim, config))
         state.skipped_in_a_row = result.skipped_in_a_row
         seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built}
         return Trained(claim, rows, result, facts, config, seconds)
@@ -315,10 +318,15 @@ class Learner:
 
     # -- state and weights
 
-    def _own(self, attempt: int | None) -> None:
-        """The caller's attempt is the newest, or StaleAttempt is raised."""
-        self._attempt = self._attempt if attempt is None else attempt
-        check_attempt(self._run, self._attempt)
+    @contextmanager
+    def _owned(self, attempt: int | None) -> Generator[None, None, None]:
+        """One call at a time, of the newest attempt (else StaleAttempt). A newer owner takes over what still runs: the
+        running step is published and recorded in its name."""
+        check_attempt(self._run, self._attempt if attempt is None else attempt)
+        self._attempt = max(self._attempt, attempt or 0)
+        with self._lock:
+            torch.set_num_threads(self._config.learner.threads)
+            yield
 
     def _load(self) -> None:
         saved = newest_whole(self._run)

@@ -79,6 +79,9 @@ def load_policy(directory: Path, *, logits_chunk: int, dtype: torch.dtype, devic
 
 def _check_architecture(model: PreTrainedModel, directory: Path) -> None:
     config: Any = model.config
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(f"model.path: {directory} is a {type(model).__name__}, whose attention cannot be replaced; "
+                          "packed training needs an architecture with transformers' attention interface")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDS_BY_ROWS)
     if others:
         raise ConfigError(f"model.path: {directory} has layers {others}; packed training needs full or sliding "

@@ -59,7 +59,7 @@ class TrainState:
     def _load_optimizer(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self.policy.weights().items():
             if f"{COUNT}/{name}" in values:
-                state: dict[str, Any] = {COUNT: values[f"{COUNT}/{name}"].clone()}
+                state: dict[str, Any] = {COUNT: values[f"{COUNT}/{name}"].clone().to(parameter.device)}
                 state |= {key: like(parameter, values[f"{key}/{name}"]).clone() for key in MOMENTS}
                 self.optimizer.state[parameter] = state
 

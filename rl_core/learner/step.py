@@ -21,7 +21,7 @@ from torch import Tensor
 from rl_core.config import LearnerConfig
 from rl_core.errors import ConfigError, EngineMismatch, NonFiniteTraining
 from rl_core.learner.attention import Rows
-from rl_core.learner.batch import column, layout_of, to_tensor
+from rl_core.learner.batch import column, layout_of, to_device, to_tensor
 from rl_core.learner.correction import loglinear_proximal, token_weights, truncate
 from rl_core.learner.losses import Denominators, aggregate, ppo_clip
 from rl_core.learner.packing import Pack, micro_batches, pack
@@ -119,13 +119,13 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
                   plan: StepPlan) -> StepResult:
     """Update the policy in place on this rank's share of a claim whose masks and advantages are set.
 
-    `batch` is on the device and has, beside the columns of batch.py, `lag` and `swapped` (int64, bool, `[T]`).
+    `batch` is on the host, and all stages of batch.py have been there.
     Raises EngineMismatch before anything is updated, NonFiniteTraining after too many skipped updates in a row.
     """
     check_combination(plan.learner)
     minibatches = _minibatches(batch, ranks, plan)
     updates = plan.learner.passes * len(minibatches)
-    run = _Run(policy, optimizer, ranks, plan, column(batch, "cu_seqlens").new_tensor(_tokens_M(batch)))
+    run = _Run(policy, optimizer, ranks, plan, to_tensor(_tokens_M(batch)).to(ranks.device))
     if needs_proximal_pass(plan.learner, updates):
         run.proximal_pass(minibatches)
     for _ in range(plan.learner.passes):
@@ -147,8 +147,8 @@ def _stack(values: dict[str, Tensor], names: tuple[str, ...], absent: float) -> 
 
 def _tokens_M(batch: TensorDict) -> NDArray[np.int64]:
     """Loss tokens of each of this rank's trajectories."""
-    cu = column(batch, "cu_seqlens").cpu().numpy()
-    running = np.cumsum(column(batch, "loss_mask").cpu().numpy(), dtype=np.int64)
+    cu = column(batch, "cu_seqlens").numpy()
+    running = np.cumsum(column(batch, "loss_mask").numpy(), dtype=np.int64)
     before = np.concatenate([np.zeros(1, np.int64), running])
     return before[cu[1:]] - before[cu[:-1]]
 
@@ -164,12 +164,13 @@ def _minibatches(batch: TensorDict, ranks: Ranks, plan: StepPlan) -> list[Miniba
                       for x in (tokens_M[members[i]].sum(), (tokens_M[members[i]] > 0).sum())])
     most = ranks.max([float(len(part)) for part in parts])
     nothing = np.zeros(0, np.int64)
+    there = to_device(batch, ranks.device)
     minibatches: list[Minibatch] = []
     for i, part in enumerate(parts):
         tokens, sequences = int(sums[2 * i]), int(sums[2 * i + 1])
         if tokens:
             padded = part + [nothing] * (int(most[i]) - len(part))
-            micros = [_micro(batch, pack(layout, sequences)) for sequences in padded]
+            micros = [_micro(there, pack(layout, sequences)) for sequences in padded]
             minibatches.append(Minibatch(micros, Denominators(tokens=tokens, sequences=sequences)))
     return minibatches
 

@@ -67,35 +67,37 @@ def shard_bytes(run: RunDir, writer: ShardWriter, shards: int) -> bytes:
 
 
 def land_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
-    """Landing record batches, and whole groups, against one file of the same bytes."""
+    """Landing record batches (and, without a bar, from answers on) against one new file of the same bytes."""
     for (fsync, per_shard), bar in LAND_BARS.items():
-        run, writer = writer_in(root, fsync=fsync)
-        batches = [groups_to_batch(part) for part in slices(groups, per_shard)]
-        names = [tuple(group.lease.group_id for group in part) for part in slices(groups, per_shard)]
-        one_file = write_one_file(root, run, writer, batches, names, fsync=fsync)
-
-        def land() -> None:
-            for batch, ids in zip(batches, names, strict=True):
-                writer.land_batch(batch, ids)
-
-        def land_groups() -> None:
-            for part in slices(groups, per_shard):
-                writer.land(part)
-
-        land_groups()
-        base, landed, whole = side_by_side(one_file, land, land_groups, rounds=9)
+        parts = slices(groups, per_shard)
+        base, landed, whole = land_seconds(root, parts, fsync=fsync)
         name = f"store/land_{'fsync' if fsync else 'no_fsync'}_{per_shard}"
         yield figure(name, base / landed, "x one file of the same bytes", bar, groups_per_s=round(len(groups) / landed))
         yield figure(f"{name}_from_answers", base / whole, "x one file of the same bytes",
                      groups_per_s=round(len(groups) / whole))
 
 
-def write_one_file(root: Path, run: RunDir, writer: ShardWriter, batches: Sequence[pa.RecordBatch],
-                   names: Sequence[tuple[str, ...]], *, fsync: bool) -> Callable[[], None]:
-    """A function that writes the bytes of these shards as one new file each time."""
-    for batch, ids in zip(batches, names, strict=True):
-        writer.land_batch(batch, ids)
-    data = shard_bytes(run, writer, len(batches))
+def land_seconds(root: Path, parts: Sequence[Sequence[TrajectoryGroup]], *, fsync: bool) -> list[float]:
+    """Median seconds of: one file of the same bytes, landing batches, building and landing them."""
+    run, writer = writer_in(root, fsync=fsync)
+    batches = [groups_to_batch(part) for part in parts]
+    names = [tuple(group.lease.group_id for group in part) for part in parts]
+
+    def land() -> None:
+        for batch, ids in zip(batches, names, strict=True):
+            writer.land_batch(batch, ids)
+
+    def land_groups() -> None:
+        for part in parts:
+            writer.land(part)
+
+    land_groups()
+    one_file = write_one_file(root, shard_bytes(run, writer, len(parts)), fsync=fsync)
+    return side_by_side(one_file, land, land_groups, rounds=9)
+
+
+def write_one_file(root: Path, data: bytes, *, fsync: bool) -> Callable[[], None]:
+    """A function that writes these bytes as one new file each time."""
     directory, numbers = Path(tempfile.mkdtemp(dir=root)), itertools.count()
 
     def write() -> None:
@@ -124,48 +126,59 @@ def landed_claim(root: Path, groups: Sequence[TrajectoryGroup], per_shard: int) 
 
 
 def read_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
-    """Staging a batch of 512 groups, and verifying it, against memcpy of the same bytes."""
+    """Staging and verifying 512 groups against memcpy of the same bytes. The fastest of 25 rounds each."""
     run, claim = landed_claim(root, groups, 16)
-    paths = sorted({run.shard(group.stream, group.seq) for group in claim.groups})
+    paths = shard_paths(run, claim)
     staging, versions = Staging(), make_versions(5)
-    warm, *places = token_places(run, claim)
-    tokens = int(places[2].sum())
-    source, target = np.ones(9 * tokens, np.uint8), np.ones(9 * tokens, np.uint8)
+    batches, *places = token_places(run, claim)
+    megabytes = round(9 * int(places[2].sum()) / 1e6)
+    memcpy = copy_of(9 * int(places[2].sum()))
+    copy, from_warm, from_cold, whole = side_by_side(
+        memcpy, lambda: copy_tokens(batches, *places, staging),
+        lambda: copy_tokens([map_shard(path)[0] for path in paths], *places, staging),
+        lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging), rounds=25, best=True)
+    yield figure("store/stage_512_pages_mapped", from_warm / copy, "x memcpy", "<= 1.3", megabytes=megabytes)
+    yield figure("store/stage_512_cold_map", from_cold / copy, "x memcpy", "<= 5")
+    yield figure("store/read_claim_512", whole / copy, "x memcpy", ms=round(whole * 1e3, 1))
+    yield from verify_figures(batches, 16, None)
+    run, claim = landed_claim(root, groups, 64)
+    yield from verify_figures(token_places(run, claim)[0], 64, "<= 1.0")
+    yield figure("store/verify_shard_64", min(timed(lambda p=path: verify_shard(p)) for path in shard_paths(run, claim))
+                 * 1e3, "ms")
 
-    def cold() -> list[pa.RecordBatch]:
-        return [map_shard(path)[0] for path in paths]
+
+def verify_figures(batches: Sequence[pa.RecordBatch], per_shard: int, bar: str | None) -> Iterator[dict[str, Any]]:
+    """Digests of all columns of mapped shards, as verification takes them."""
+    def digests() -> None:
+        for batch in batches:
+            column_digests(batch)
+
+    copy, hashed = side_by_side(copy_of(sum(batch.nbytes for batch in batches)), digests, rounds=25, best=True)
+    yield figure(f"store/verify_xxh3_{per_shard}", hashed / copy, "x memcpy", bar)
+
+
+def copy_of(nbytes: int) -> Callable[[], None]:
+    """A function that copies this many bytes between two arrays that have been touched."""
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
 
     def memcpy() -> None:
         target[:] = source
 
-    copy_tokens(warm, *places, staging)
-    copy, from_warm, from_cold, whole = side_by_side(
-        memcpy, lambda: copy_tokens(warm, *places, staging), lambda: copy_tokens(cold(), *places, staging),
-        lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging), rounds=15)
-    yield figure("store/stage_512_pages_mapped", from_warm / copy, "x memcpy", "<= 1.3", megabytes=round(9 * tokens / 1e6))
-    yield figure("store/stage_512_cold_map", from_cold / copy, "x memcpy", "<= 5")
-    yield figure("store/read_claim_512_verified", whole / copy, "x memcpy", ms=round(whole * 1e3, 1))
-    for per_shard in (16, 64):
-        run, claim = landed_claim(root, groups, per_shard)
-        batches = token_places(run, claim)[0]
-        payload = sum(batch.nbytes for batch in batches)
-        source, target = np.ones(payload, np.uint8), np.ones(payload, np.uint8)
+    return memcpy
 
-        def digests(batches: Sequence[pa.RecordBatch] = batches) -> None:
-            for batch in batches:
-                column_digests(batch)
 
-        copy, hashed = side_by_side(memcpy, digests, rounds=15)
-        yield figure(f"store/verify_xxh3_{per_shard}", hashed / copy, "x memcpy", "<= 1.0")
-    paths = sorted({run.shard(group.stream, group.seq) for group in claim.groups})
-    yield figure("store/verify_shard_64", np.median([timed(lambda p=path: verify_shard(p)) for path in paths]) * 1e3, "ms")
+def shard_paths(run: RunDir, claim: Claim) -> list[Path]:
+    return sorted({run.shard(group.stream, group.seq) for group in claim.groups})
 
 
 # -- peers
 
 
 def peer_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
-    """Durable landing and reading of 128 groups, 16 a shard, against what the queues do with the same groups."""
+    """Durable landing and reading of 128 groups, 16 a shard, against what the queues do with the same groups.
+
+    Ours is measured before and after each of them. Puts: medians; gets: the fastest round, theirs too.
+    """
     for peer, (put_bar, get_bar) in PEER_BARS.items():
         before = own_rates(root, groups)
         theirs = peer_rates(peer)
@@ -201,8 +214,8 @@ def own_rates(root: Path, groups: Sequence[TrajectoryGroup]) -> dict[str, float]
     claim = make_claim(run, [ShardRef(stream=writer.stream, seq=writer.next_seq - 1 - i) for i in range(shards)])
     staging, versions = Staging(), make_versions(5)
     read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging)
-    get_s = float(np.median([timed(lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions,
-                                                           staging=staging)) for _ in range(9)]))
+    get_s = min(timed(lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging))
+                for _ in range(15))
     return {"put": len(groups) / put_s, "get": len(groups) / get_s,
             "bytes": len(shard_bytes(run, writer, shards)) / len(groups)}
 
@@ -228,8 +241,9 @@ def install_transfer_queue() -> str | None:
         return None
     needs = ["pyzmq", "hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.*", "msgspec", "prometheus_client"]
     try:
-        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(PACKAGES),
-                               TRANSFER_QUEUE, *needs], capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
+        done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target",
+                               str(PACKAGES), TRANSFER_QUEUE, *needs], capture_output=True, text=True,
+                              timeout=PEER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return f"{TRANSFER_QUEUE} was not installed after {PEER_TIMEOUT_S} s"
     if done.returncode:

@@ -13,6 +13,7 @@ import textwrap
 import time
 from base64 import b64encode
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_prefect_wants_its_password_and_has_no_word_for_other_origins(running: S
     basic = "Basic " + b64encode(running.prefect_auth.encode()).decode()
     assert ask(running.prefect_api_url, "GET", "/api/admin/version").status == 401
     mine = ask(running.prefect_api_url, "GET", "/api/admin/version", Authorization=basic)
-    assert (mine.status, json.loads(mine.read())) == (200, "3.9.1")
+    assert (mine.status, json.loads(mine.read())) == (200, version("prefect"))
     foreign = ask(running.prefect_api_url, "GET", "/api/health", Authorization=basic, Origin="http://evil.example")
     assert foreign.getheader("Access-Control-Allow-Origin") is None
     page = running.prefect_api_url.removesuffix("/api")
@@ -109,6 +110,33 @@ def test_a_second_start_finds_them_alive(running: Services, home: Path) -> None:
     assert time.monotonic() - begun < 1.0
     assert again.adopted and again.pids == running.pids
     assert again.where["ray"] == f"{running.ray_address} (private, of the start before this one)"
+
+
+def test_a_flow_runs_on_them_and_says_nothing(running: Services, home: Path) -> None:
+    program = textwrap.dedent(f"""
+        from pathlib import Path
+        from rl_core.config import DeadlineConfig
+        from tasks import services
+        where = services.start(Path({str(running.state_dir)!r}), Path({str(home)!r}), isolated=True,
+                               deadlines=DeadlineConfig())
+        services.export(where)
+        from prefect import flow, task
+        from prefect.client.orchestration import get_client
+        @task
+        def double(n):
+            return 2 * n
+        @flow
+        def doubled(n):
+            return double(n)
+        assert doubled(21) == 42
+        with get_client(sync_client=True) as client:
+            assert str(client.api_url).startswith(where.prefect_api_url)
+            print([run.state_name for run in client.read_flow_runs()])
+    """)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {"PREFECT_API_URL": "http://other/api"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, cwd=home, capture_output=True, text=True,
+                          timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['Completed']\n", "")
 
 
 def test_a_dead_server_is_replaced_and_the_live_head_kept(running: Services, home: Path) -> None:

@@ -16,7 +16,8 @@ from tests.runs import Command, Home, wait_until_gone
 
 STEPS = 12
 SUMMARY_KEYS = ["run_key", "status", "steps", "accuracy_start", "accuracy_end", "wall_s", "groups_trained",
-                "groups_dropped", "staleness_max", "staleness_mean", "update_lag_mean", "samples_per_s", "mlflow_run_id"]
+                "groups_dropped", "staleness_max", "staleness_mean", "update_lag_mean", "samples_per_s",
+                "mlflow_run_id"]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +86,9 @@ def test_mlflow_has_one_point_per_metric_and_step(finished: Command, home: Home)
 def test_prefect_has_the_flow_with_named_tasks_and_artifacts(finished: Command, home: Home) -> None:
     with sqlite3.connect(home.path / "prefect" / "prefect.db") as database:
         [(flow_run, state)] = database.execute("select id, state_type from flow_run where name = 'short'")
-        tasks = {name: kind for name, kind in database.execute(
-            "select name, state_type from task_run where flow_run_id = ?", (flow_run,))}
-        artifacts = {key for (key,) in database.execute("select key from artifact where flow_run_id = ?", (flow_run,))}
+        tasks = dict(database.execute("select name, state_type from task_run where flow_run_id = ?", (flow_run,)))
+        artifacts = {key for (key,) in database.execute("select key from artifact where flow_run_id = ?",
+                                                        (flow_run,))}
     assert state == "COMPLETED"
     expected = {"set-up", "continuous-rollout", "report", *(f"train-step-{k}" for k in range(STEPS)),
                 "validate-0", "validate-6", "validate-12", "checkpoint-5", "checkpoint-10", "checkpoint-12"}

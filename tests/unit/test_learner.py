@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from rl_core import metrics
 from rl_core.config import AdvantageConfig, Config, CorrectionConfig, LearnerConfig, LossConfig
-from rl_core.errors import ConfigError, EngineMismatch, NonFiniteTraining, StaleAttempt
+from rl_core.env_digest import differing_fields, environment
+from rl_core.errors import ClaimedShardCorrupt, ConfigError, EngineMismatch, NonFiniteTraining, StaleAttempt
 from rl_core.experience.ledger import void_step
 from rl_core.learner import batch as stages
 from rl_core.learner.learner import Learner, fold_claims
+from rl_core.learner.step_metrics import mismatch_bound
 from rl_core.records import read_record
 from rl_core.run_dir import RunDir, to_json
 from rl_core.types import StepRecord
@@ -525,3 +527,60 @@ def test_bfloat16_compute_keeps_float32_weights_and_agrees_to_its_precision(tmp_
     assert half.metrics["train/grad_norm"] == pytest.approx(full.metrics["train/grad_norm"], rel=0.05)
     assert 1e-4 < half.metrics["train/mismatch_current_abs"] < 0.05
     assert half.metrics["train/mismatch_alarm"] == 0.0  # nothing measured yet: no bound
+
+
+def test_a_learner_whose_step_failed_must_be_restored_before_it_goes_on(tmp_path):
+    config = settings()
+    run = new_run(tmp_path, config, steps=1)
+    learner = started(run, config)
+    first = learner.train(0)
+    writer = claim_groups(run, config, 1, random_groups(1))
+    [shard] = {run.shard(group.stream, group.seq) for group in writer.groups}
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + b"\0")
+    with pytest.raises(ClaimedShardCorrupt):
+        learner.train(1)
+    shard.write_bytes(whole)
+    assert (learner.next_step(), learner.restore()) == (-1, 0)
+    assert same(learner.train(0), first)
+    run.records.rename(run.root / "elsewhere")
+    run.records.write_text("not a directory")
+    with pytest.raises(OSError):
+        learner.train(1)
+    run.records.unlink()
+    (run.root / "elsewhere").rename(run.records)
+    assert (learner.next_step(), learner.restore()) == (-1, 0)
+    assert same(learner.train(0), first)
+    second = learner.train(1)
+    assert second is not None and second.published == read_versions(run)[2]
+
+
+def test_one_buffer_moves_the_batch_to_the_device_unchanged():
+    batch = stages.assemble(rows_of(random_groups(0)))
+    moved = batch.consolidate().to("cpu")
+    for name in batch.keys(include_nested=True, leaves_only=True):
+        assert torch.equal(moved[name].nan_to_num(7), batch[name].nan_to_num(7)), name
+
+
+def test_a_record_names_the_environment_and_what_differs_between_two(tmp_path):
+    config = settings()
+    record = started(new_run(tmp_path, config, steps=1), config).train(0)
+    assert record is not None
+    assert {"torch", "blas", "cpu", "isa", "deterministic", "dtype", "device", "commit"} <= set(record.env)
+    assert (record.env["threads"], record.env["deterministic"], record.env["ranks"]) == ("1", "True", "1")
+    assert environment(config, 1) == record.env
+    other = environment(config, 2)
+    assert other["env_digest"] != record.env["env_digest"]
+    assert differing_fields(record.env, other) == {"ranks": ("1", "2")}
+
+
+BOUNDS = {
+    "float32 on both sides": ({}, True, 1e-3),
+    "nothing measured yet": ({}, False, math.inf),
+    "four times the mean of the first steps": ({0: 0.01, 1: 0.02, 2: math.nan, 9: 5.0}, False, 0.06),
+}
+
+
+@pytest.mark.parametrize(("first", "float32", "bound"), BOUNDS.values(), ids=BOUNDS.keys())
+def test_the_mismatch_bound(first, float32, bound):
+    assert mismatch_bound(first, float32=float32) == pytest.approx(bound)

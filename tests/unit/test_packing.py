@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, GraniteConfig, Lfm2Config
 
+from rl_core.errors import ConfigError
 from rl_core.learner import batch as stages
 from rl_core.learner.attention import Rows
 from rl_core.learner.logprobs import head_logprobs
@@ -157,6 +158,22 @@ def test_stock_attention_with_a_cache_lets_packed_sequences_see_each_other_and_o
     found = policy(packed).logprob_S
     np.testing.assert_allclose(found.detach(), alone[:3].log_softmax(-1)[[0, 1, 2], second[1:]].detach(), atol=1e-6)
     assert caches == [(False, None)]
+
+
+BLOCKS = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "intermediate_size": 96}
+REFUSED = {
+    "convolutions": (Lfm2Config(**BLOCKS, layer_types=["conv", "full_attention"]), r"layers \['conv'\]"),
+    "an attention of its own": (BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4), "cannot be replaced"),
+    "scaled logits": (GraniteConfig(**BLOCKS, logits_scaling=8.0), r"logits_scaling=8\.0"),
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_architecture_that_cannot_be_packed_is_refused_by_field_and_reason(tmp_path, config, reason):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"model\.path: .*{reason}"):
+        policy_of(tmp_path)
 
 
 def test_packing_is_a_pure_function_with_ties_by_position():
