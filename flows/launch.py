@@ -21,11 +21,12 @@ from typing import Any
 from flows.console import Console, failed_lines, next_lines, stopped_lines, summary_lines, view_of
 from flows.presets import load_preset
 from rl_core.config import Config
-from rl_core.errors import ConfigError, DataError, DeadPart, RunIsAlive
-from rl_core.plan import describe, make_plan, parse_overrides, resolve
+from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, NoExclusiveCreate, RunIsAlive
+from rl_core.plan import Plan, describe, make_plan, parse_overrides, resolve
 
 REFUSED, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 """Exit codes; 0 is completed. REFUSED: nothing was started."""
+USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFile)
 LOOK_EVERY_S = 0.25
 QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
@@ -52,11 +53,9 @@ def launch(preset: str, overrides: Sequence[str], run_key: str | None, *, as_jso
     signal.signal(signal.SIGTERM, _terminated)
     try:
         return _launch(console, preset, overrides, run_key, as_json=as_json, verbose=verbose)
-    except (ConfigError, DataError) as error:
+    except USERS_TO_MEND as error:
         return _refused(console, str(error))
-    except RunIsAlive as error:
-        return _refused(console, str(error))
-    except DeadPart as error:
+    except (DeadPart, OSError) as error:
         console.lines(["", f"failed: {error}"])
         return FAILED
     except KeyboardInterrupt:
@@ -82,38 +81,69 @@ def _refused(console: Console, why: str) -> int:
 
 def _launch(console: Console, preset: str, overrides: Sequence[str], run_key: str | None, *, as_json: bool,
             verbose: bool) -> int:
-    changes = parse_overrides(overrides)
-    config = resolve(load_preset(preset), changes)
-    make_plan(config)  # what is wrong whatever the inputs is said before anything heavy is imported
     os.environ.update(QUIET if not verbose else {})
     with stage(console, "plan"):
-        from rl_core.preflight import inspect_inputs
-        from rl_core.run_identity import check_same_run
-        from tasks.inspection import RunIdentity, is_completed, read_result, stored_identity
-        from tasks.paths import headway_home, new_run_key, run_dir
+        changes, config, run_key, plan = _prepare(preset, overrides, run_key)
+    from rl_core.run_dir import refuse_if_alive, self_test
+    from tasks.inspection import is_completed, read_result
+    from tasks.paths import headway_home, run_dir
 
-        run_key = run_key or new_run_key(preset)
-        run = run_dir(run_key)
-        identity: RunIdentity | None = stored_identity(run)
-        if identity is not None:
-            check_same_run(run_key, identity.config, config)
-        facts = inspect_inputs(config).facts
-        plan = make_plan(config, facts)
-    if identity is not None and is_completed(run):
+    run = run_dir(run_key)
+    if is_completed(run):
         return _completed(console, read_result(run)["summary"], str(run.figures), as_json=as_json)
+    refuse_if_alive(run)
+    self_test(run.root.parent)  # before anything starts; every directory of the run is tested again in the set-up
     console.lines([f"  {what:<18} {value}" for what, value in describe(config, plan)])
     from tasks import services
 
     where = services.start(run.services, headway_home(), isolated=config.isolated, deadlines=config.deadlines,
                            on_stage=lambda name, seconds: console.line(f"  {name:<12} {seconds:6.1f} s"))
+    ours = True
     try:
         services.export(where)
         os.environ.update(QUIET if not verbose else {})
         state = _run_flow(console, run.status, preset, changes, run_key)
+        ours = not (state.is_failed() and isinstance(_cause(state), RunIsAlive))  # else another start was quicker
         return _ended(console, state, config, run_key, as_json=as_json)
     finally:
         console.close()
-        services.stop(where)
+        if ours:
+            services.stop(where)
+
+
+def _prepare(preset: str, overrides: Sequence[str], run_key: str | None) -> tuple[dict[str, Any], Config, str, Plan]:
+    """Overrides, settings, run key and plan of a command: all that can be known before a start. Writes nothing.
+
+    Raises what refuses it: ConfigError, DataError, BrokenFile.
+    """
+    changes = parse_overrides(overrides)
+    config = resolve(load_preset(preset), changes)
+    make_plan(config)  # what is wrong whatever the inputs is said before anything heavy is imported
+    from rl_core.preflight import inspect_inputs
+    from rl_core.run_identity import check_inputs, check_same_run
+    from tasks.destination import destination
+    from tasks.inspection import stored_identity
+    from tasks.paths import headway_home, new_run_key, run_dir
+
+    key = new_run_key(preset) if run_key is None else run_key
+    run = run_dir(key)
+    try:
+        identity = stored_identity(run)
+    except OSError as error:
+        raise ConfigError(f"{run.root}: cannot be read ({error.strerror}); set HEADWAY_HOME to a directory that can be "
+                          "used") from error
+    if identity is not None:
+        check_same_run(key, identity.config, config)
+    destination(config, headway_home())
+    inputs = inspect_inputs(config)
+    if run.inputs.exists():
+        check_inputs(run, {"data": inputs.prompts.digest})
+    return changes, config, key, make_plan(config, inputs.facts)
+
+
+def _cause(state: Any) -> Any:
+    """What the flow raised."""
+    return state.result(raise_on_failure=False)
 
 
 @contextmanager
@@ -181,15 +211,15 @@ def _ended(console: Console, state: Any, config: Config, run_key: str, *, as_jso
         console.lines(stopped_lines(run_key=run_key, signal=name, step=steps_done(run), total=config.total_steps,
                                     resume=resume))
         return TERMINATED if name == "SIGTERM" else INTERRUPTED
-    cause = state.result(raise_on_failure=False)
-    if isinstance(cause, ConfigError | DataError | RunIsAlive):
+    cause = _cause(state)
+    if isinstance(cause, ConfigError | DataError | RunIsAlive | NoExclusiveCreate):
         return _refused(console, str(cause))
     text = f"{result['error']}: {result['message']}" if result.get("status") == "failed" else f"{cause}"
     console.lines(failed_lines(run_key=run_key, cause=text, logs=str(run.logs), resume=resume))
     if as_json:
         from rl_core.history import summarize
 
-        print(json.dumps(summarize(run, run_key=run_key, status="failed", wall_s=0.0).as_json()))
+        print(json.dumps(summarize(run, run_key=run_key, status="failed", wall_s=0.0).as_json()), file=sys.stdout)
     return FAILED
 
 
@@ -215,13 +245,8 @@ def show_plan(preset: str, overrides: Sequence[str], run_key: str | None, *, as_
     """Run `headway plan`: resolved settings, totals, where each service would be. Starts nothing."""
     console = Console()
     try:
-        config = resolve(load_preset(preset), parse_overrides(overrides))
-        make_plan(config)
-        from rl_core.preflight import inspect_inputs
-
-        inputs = inspect_inputs(config)
-        made = make_plan(config, inputs.facts)
-    except (ConfigError, DataError) as error:
+        _, config, _, made = _prepare(preset, overrides, run_key)
+    except USERS_TO_MEND as error:
         return _refused(console, str(error))
     from rl_core.plan import flatten
     from tasks.destination import destination
@@ -233,7 +258,8 @@ def show_plan(preset: str, overrides: Sequence[str], run_key: str | None, *, as_
     places = {name: f"{given[name][0]} ({given[name][1]})" if name in given else "started for this run alone"
               for name in ("prefect", "ray")} | {"mlflow": str(tracked)}
     if as_json:
-        print(json.dumps({"config": config.model_dump(mode="json"), "plan": made.as_json(), "services": places}))
+        print(json.dumps({"config": config.model_dump(mode="json"), "plan": made.as_json(), "services": places}),
+              file=sys.stdout)
         return 0
     console.lines(["settings", *(f"  {name:<36} {json.dumps(value)}" for name, value in flatten(config).items())])
     console.lines(["", "plan", *(f"  {what:<18} {value}" for what, value in describe(config, made))])

@@ -41,7 +41,7 @@ def _show(read: Any, run_key: str, *, as_json: bool, lines: Any, code: Any = lam
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps(report), file=sys.stdout)
     else:
         Console().lines(lines(report))
     return code(report)

@@ -17,22 +17,43 @@ def preset_names() -> list[str]:
                   if p.name.endswith(".yaml"))
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one group: YAML would take the last one and forget the others."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice in one group",
+                                           problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def load_preset(name: str) -> dict[str, Any]:
     """Settings of a preset by name, or of a YAML file by path. Raises ConfigError naming what is wrong."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.is_file():
             raise ConfigError(f"--preset {name}: no such file")
-        text = path.read_text()
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--preset {name}: cannot be read ({error})") from error
     elif name in preset_names():
         text = files("deployments").joinpath("presets", f"{name}.yaml").read_text()
     else:
         known = ", ".join(preset_names())
         raise ConfigError(f"--preset {name}: no such preset; there are {known}, or give a .yaml file")
     try:
-        settings = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        settings = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark if "stream end" not in str(error.problem) else error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"--preset {name}{line}: not YAML ({error.problem})") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"--preset {name}: not YAML ({error})") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"--preset {name}: holds no settings (got {type(settings).__name__})")
+        raise ConfigError(f"--preset {name}: holds no settings (got {type(settings).__name__}); write them as in "
+                          "`learner: {lr: 1.0e-4}`")
     return settings

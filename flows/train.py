@@ -16,12 +16,15 @@ import os
 import sys
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
-from prefect.states import Cancelled, State
+from prefect.runtime import flow_run
+from prefect.states import Cancelled
 
 from flows.presets import load_preset
-from rl_core.plan import resolve
+from rl_core.plan import make_plan, resolve
+from tasks import signals
 from tasks.checkpoint import checkpoint, checkpoint_due
 from tasks.paths import new_run_key
 from tasks.report import publish_report
@@ -32,7 +35,7 @@ from tasks.validation import validate_beside, validate_unfinished, validation_du
 
 
 def _flow_run_name() -> str:
-    parameters = runtime.flow_run.parameters
+    parameters = flow_run.parameters
     return parameters.get("run_key") or f"{parameters.get('preset')}"
 
 
@@ -46,18 +49,20 @@ def train(preset: str = "tiny-cpu", overrides: dict[str, Any] | None = None,
     run_key: names the run and its directory; the same key resumes the same run. None makes a new one.
     """
     config = resolve(load_preset(preset), overrides or {})
+    make_plan(config)  # the command has done this and more; a flow that Prefect starts has not
     session = open_session(preset, config, run_key or new_run_key(preset))
-    try:
-        set_up(session)
-        train_steps(session)
-        return publish_report(session)
-    except (KeyboardInterrupt, TerminationSignal) as signal:
-        return Cancelled(message=session.cancelled(signal))
-    except BaseException as error:
-        session.failed(error)
-        raise
-    finally:
-        session.close()
+    with signals.noted():
+        try:
+            set_up(session)
+            train_steps(session)
+            return publish_report(session)
+        except (KeyboardInterrupt, TerminationSignal):
+            return Cancelled(message=session.cancelled(signals.received() or "SIGINT"))
+        except BaseException as error:
+            session.failed(error)
+            raise
+        finally:
+            session.close()
 
 
 def train_steps(session: Session) -> None:

@@ -127,6 +127,7 @@ def _ensure_whole(directory: Path) -> dict[str, Any]:
 
 
 def is_whole(directory: Path) -> bool:
+    """Whether every file matches the manifest."""
     try:
         _ensure_whole(directory)
     except CheckpointDamaged:

@@ -85,13 +85,17 @@ class DataConfig(Part):
                                     "rows of a validation file.", ge=1)
 
 
+StopText = Annotated[str, Field(min_length=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class SamplingConfig(Part):
     temperature: float = training(1.0, "Sampling temperature of training rollouts; must be > 0.", ge=0)
     top_p: float = training(1.0, "Nucleus share; below 1 the engine's log-probs are not the learner's.", gt=0, le=1)
     top_k: int = training(0, "Most likely tokens kept; 0 = all.", ge=0)
     min_p: float = training(0.0, "Least share of the most likely token's probability; 0 = off.", ge=0, le=1)
     max_new_tokens: int = training(256, "Longest answer, tokens.", ge=1)
-    stop: tuple[str, ...] = training((), "Stop strings.")
+    stop: tuple[StopText, ...] = training((), "Stop strings.")
     stop_token_ids: tuple[int, ...] = training((), "Stop tokens beside the model's own end tokens.")
 
 
@@ -159,7 +163,7 @@ class LearnerConfig(Part):
     decay: Literal["constant", "linear", "cosine"] = training("constant", "Decay after the warm-up.")
     decay_steps: int | None = training(None, "Training step at which the decay ends; null = total_steps.", ge=1)
     final_lr_ratio: float = training(0.05, "Learning rate at the end of the decay, as a share of the peak.", ge=0, le=1)
-    betas: tuple[float, float] = training((0.9, 0.95), "AdamW betas.")
+    betas: tuple[Beta, Beta] = training((0.9, 0.95), "AdamW betas.")
     adam_eps: float = training(1e-8, "AdamW epsilon.", gt=0)
     weight_decay: float = training(0.0, "AdamW weight decay.", ge=0)
     max_grad_norm: float = training(1.0, "Gradient norm clip.", gt=0)
@@ -214,7 +218,8 @@ class FailureConfig(Part):
     max_tries: int = operational(3, "Tries of one position before it is given up.", ge=1)
     max_leases: int = operational(5, "Leases of one try, when workers die under it, before it is poison.", ge=1)
     trajectory_tries: int = operational(3, "Tries of one failed answer inside a group.", ge=1)
-    drop_share: Decimal = operational(Decimal("0.9"), "Share of stale drops above which the run is starving.", gt=0, le=1)
+    drop_share: Decimal = operational(Decimal("0.9"), "Share of stale drops above which the run is starving.",
+                                      gt=0, le=1)
     drop_share_deadline_s: float = operational(300.0, "How long it may starve.", gt=0)
     barren_groups: int | None = operational(None, "Verified groups in a row without a usable one; null = 20 B.", ge=1)
     max_skipped_updates: int = operational(5, "Non-finite updates in a row before the run ends.", ge=0)
@@ -254,7 +259,8 @@ class Config(Part):
     groups_per_step: int = identity(16, "B: groups consumed by one training step.", ge=1)
     group_size: int = identity(8, "n: answers per prompt.", ge=1)
     publish_every: int = identity(1, "K: training steps per publication of weights.", ge=1)
-    reward: str = training("exact", "`exact`, or a function by path: `./file.py:function` or `package.module:function`.")
+    reward: str = training("exact", "`exact`, or a function by path: `./file.py:function` or "
+                                    "`package.module:function`.")
     model: ModelConfig = Field(default_factory=TinyModel, json_schema_extra=_kind("identity"))
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -268,7 +274,8 @@ class Config(Part):
     failure: FailureConfig = FailureConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     tracking: TrackingConfig = TrackingConfig()
-    isolated: bool = operational(False, "Ignore ambient Prefect profiles, MLflow URIs and RAY_ADDRESS (`*-cpu` presets).")
+    isolated: bool = operational(False, "Ignore ambient Prefect profiles, MLflow URIs and RAY_ADDRESS "
+                                        "(`*-cpu` presets).")
 
     @field_validator("reward")
     @classmethod

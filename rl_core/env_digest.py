@@ -32,15 +32,17 @@ def cpu_model() -> str:
 @cache
 def source_commit() -> str:
     """Commit of the source tree this package is imported from, with `+` if it was changed; `unknown` outside git."""
-    here = Path(__file__).resolve().parent
     try:
-        head = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10,
-                              check=True).stdout.strip()
-        changed = subprocess.run(["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "."],
-                                 capture_output=True, text=True, timeout=10, check=True).stdout
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # not merely installed inside somebody's repository
+        return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return head + ("+" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    here = str(Path(__file__).resolve().parent)
+    return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, timeout=10,
+                          check=True).stdout.strip()
 
 
 def environment(config: Config, ranks: int) -> dict[str, str]:
@@ -69,6 +71,6 @@ def differing_fields(before: dict[str, str], now: dict[str, str]) -> dict[str, t
 @cache
 def _blas() -> str:
     """MKL and oneDNN versions as torch was built with them."""
-    lines = torch.__config__.show().splitlines()  # pyright: ignore[reportUnknownMemberType]
+    lines = torch.__config__.show().splitlines()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     wanted = ("Math Kernel Library", "MKL-DNN", "oneDNN", "OpenBLAS")
     return "; ".join(line.strip(" -") for line in lines if any(word in line for word in wanted)) or "unknown"

@@ -156,6 +156,7 @@ def summarize(run: RunDir, *, run_key: str, status: str, wall_s: float, mlflow_r
 
 
 def stored_mlflow_run(run: RunDir) -> str | None:
+    """The id of the MLflow run that mirrors this run; None before tracking has made one."""
     try:
         return str(read_json(run.mlflow_run)["run_id"])
     except FileNotFoundError:

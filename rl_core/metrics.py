@@ -214,6 +214,7 @@ class PoolReading:
 
 
 def read_pool(statuses: Iterable[WorkerStatus], at_s: float) -> PoolReading:
+    """One reading of the workers' statuses, taken at `at_s` (monotonic seconds)."""
     return PoolReading(at_s, {status.stream: status for status in statuses})
 
 

@@ -29,6 +29,8 @@ MANIFEST = "headway-model.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 """Files that decide what text becomes of ids, and the other way round."""
+UNLOADABLE = (ValueError, LookupError, OSError, ImportError, TypeError, AttributeError, RecursionError)
+"""What transformers raises over files of a model directory that are not what they should be."""
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 Progress = Callable[[int, int], None]
@@ -149,17 +151,21 @@ def chat_template(directory: Path) -> str:
 def check_model(directory: Path) -> ModelFacts:
     """Facts of a Hugging Face causal LM directory. Raises ConfigError naming `model.path` and what is wrong."""
     if not directory.is_dir():
-        _refuse(directory, "is not a directory")
+        _refuse(directory, "is not a directory; give one written by save_pretrained")
     settings = _json_object(directory, "config.json")
     shapes = tensor_shapes(directory)
     _check_architecture(directory, settings)
-    text = settings.get("text_config") or settings
+    text: dict[str, Any] = settings.get("text_config") or settings
     facts = ModelFacts(parameters=sum(_count(shape) for shape in shapes.values()),
                        context=int(text.get("max_position_embeddings") or text.get("n_positions") or 0),
                        vocabulary=int(text.get("vocab_size") or 0), eos_token_ids=eos_token_ids(directory))
     if not facts.context or not facts.vocabulary:
-        _refuse(directory, "config.json has no max_position_embeddings or no vocab_size")
+        _refuse(directory, "has a config.json without max_position_embeddings or without vocab_size")
     _check_tokenizer(directory, facts)
+    for name, shape in shapes.items():
+        if name.endswith(("embed_tokens.weight", "wte.weight")) and shape[0] != facts.vocabulary:
+            _refuse(directory, f"holds {shape[0]} rows of {name} where config.json says vocab_size {facts.vocabulary}: "
+                    "weights and config are of two models")
     return facts
 
 
@@ -174,21 +180,27 @@ def _json_object(directory: Path, name: str) -> dict[str, Any]:
         _refuse(directory, f"has no {name}; give a directory written by save_pretrained")
     except ValueError as error:
         _refuse(directory, f"has a {name} that is not JSON ({error})")
+    except OSError as error:
+        _refuse(directory, f"has a {name} that cannot be read ({error.strerror})")
     if not isinstance(payload, dict):
         _refuse(directory, f"has a {name} that is no JSON object")
     return cast(dict[str, Any], payload)
 
 
 def _check_architecture(directory: Path, settings: dict[str, Any]) -> None:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    names = cast(list[str], settings.get("architectures") or [])
+    named: Any = settings.get("architectures") or []
+    names = [named] if isinstance(named, str) else cast(list[str], named)
     if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         _refuse(directory, f"holds {', '.join(names)}, not a causal language model")
     try:
         cast(Any, AutoConfig).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        _refuse(directory, f"cannot be loaded without running its own code, which Headway never does ({error})")
+    except (*UNLOADABLE, StrictDataclassError) as error:
+        why = "cannot be loaded without running its own code, which Headway never does" if "auto_map" in settings else \
+            "has a config.json that transformers cannot use"
+        _refuse(directory, f"{why} ({' '.join(str(error).split())})")
 
 
 def _check_tokenizer(directory: Path, facts: ModelFacts) -> None:
@@ -199,7 +211,7 @@ def _check_tokenizer(directory: Path, facts: ModelFacts) -> None:
     try:
         tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(directory, local_files_only=True,
                                                                    trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
+    except UNLOADABLE as error:
         _refuse(directory, f"has a tokenizer that cannot be loaded ({error})")
     largest = max(cast(dict[str, int], tokenizer.get_vocab()).values())
     if largest >= facts.vocabulary:
@@ -209,10 +221,13 @@ def _check_tokenizer(directory: Path, facts: ModelFacts) -> None:
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Every id that ends an answer: of generation_config.json, else of config.json; empty if neither names one."""
     for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if value is not None:
-            return tuple(cast(list[int], value)) if isinstance(value, list) else (int(value),)
+        value = _json_object(directory, name).get("eos_token_id") if (directory / name).is_file() else None
+        if value is None:
+            continue
+        ids = cast(list[Any], value if isinstance(value, list) else [value])
+        if not all(isinstance(token, int) for token in ids):
+            _refuse(directory, f"has a {name} whose eos_token_id is {value!r}; it is a token id, or a list of them")
+        return tuple(cast(list[int], ids))
     return ()
 
 
@@ -223,7 +238,10 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by tensor name, from the headers alone. Raises ConfigError for missing, cut or foreign files."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(_json_object(directory, index.name).get("weight_map", {}).values()))
+        weight_map = _json_object(directory, index.name).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            _refuse(directory, f"has a {index.name} without a weight_map")
+        files = sorted({str(name) for name in cast(dict[str, Any], weight_map).values()})
     else:
         files = ["model.safetensors"]
     shapes: dict[str, tuple[int, ...]] = {}

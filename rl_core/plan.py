@@ -22,6 +22,8 @@ BYTES_PER_TOKEN = 13
 """Of a shard: int32 ids, float32 log-probs, uint8 mask, int32 version runs at worst (one run a token is 8 more, never
 seen); experience-store.md measured 8.95."""
 GROUP_OVERHEAD_BYTES = 2048
+BYTES_PER_STEP = 4096
+"""Claim, record and observation of one training step."""
 RESERVE_BYTES = 64 * 2**20
 
 FOREIGN_KEYS = {
@@ -55,18 +57,21 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        if not equals or not key:
+        key = key.strip()
+        if not equals or not all(key.split(".")):
             raise ConfigError(f"--set {pair!r}: write a field and a value, as in --set learner.lr=1e-4")
         try:
             value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError as error:
-            raise ConfigError(f"--set {key}: {text!r} is not a YAML value ({error})") from error
+            why = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error).splitlines()[0]
+            raise ConfigError(f"--set {key}: {text!r} is not a YAML value ({why}); quote what is text") from error
         node = tree
-        *parents, leaf = key.strip().split(".")
+        *parents, leaf = key.split(".")
         for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
+            part = node.setdefault(parent, {})
+            if not isinstance(part, dict):
                 raise ConfigError(f"--set {key}: `{parent}` is set to a value and to a part of it")
+            node = cast(dict[str, Any], part)
         node[leaf] = _as_number(value)
     return tree
 
@@ -87,8 +92,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         mine = out.get(key)
         if isinstance(value, Mapping) and isinstance(mine, Mapping):
-            changed = "type" in value and value["type"] != mine.get("type", value["type"])
-            out[key] = dict(value) if changed else merge(mine, value)
+            part, own = cast(Mapping[str, Any], value), cast(Mapping[str, Any], mine)
+            changed = "type" in part and part["type"] != own.get("type", part["type"])
+            out[key] = dict(part) if changed else merge(own, part)
         else:
             out[key] = value
     return out
@@ -98,9 +104,14 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """The Config of a preset with overrides on it. Raises ConfigError naming each bad field and the value got."""
     settings = merge({k: v for k, v in preset.items() if k != "description"}, overrides)
     try:
-        return Config.model_validate(settings)
+        config = Config.model_validate(settings)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+    leaves = flatten(config)
+    for name, value in _leaves(settings).items():
+        if isinstance(value, bool) and not isinstance(leaves[name], bool):  # pydantic takes `yes` for 1
+            _refuse(name, value, "a truth value is none of its values")
+    return config
 
 
 def _explain(item: Any) -> str:
@@ -116,23 +127,43 @@ def _explain(item: Any) -> str:
         if ours:
             return f"{name}: unknown here; Headway calls it `{ours}`"
         known = list(field_kinds())
+        if name in known:
+            kind = ".".join([*path[:-1], "type"])
+            return f"{name}: belongs to another `{kind}` than the one that is set (got {value!r}); set both"
         near = difflib.get_close_matches(name, known, 1) or [k for k in known if k.rsplit(".", 1)[-1] == path[-1]][:1]
         return f"{name}: no such setting" + (f"; did you mean `{near[0]}`?" if near else "; see `headway plan`")
-    return f"{'.'.join(path)}: {item['msg'].removeprefix('Value error, ')} (got {value!r})"
+    if item["type"] == "union_tag_invalid":
+        path, value = [*path, "type"], value["type"]
+    return f"{'.'.join(path)}: {_words(item)} (got {value!r})"
+
+
+def _words(item: Any) -> str:
+    """What pydantic says of one field, in words of a settings file."""
+    match item["type"]:
+        case "model_type" | "model_attributes_type":
+            return "this is a group of settings; set the ones in it, as in `--set group.name=value`"
+        case "tuple_type":
+            return "this is a list, written as [a, b]"
+        case "union_tag_invalid":
+            return f"there are {item['ctx']['expected_tags']}"
+        case "invalid_key":
+            return "a setting has a name, and this is none"
+        case _:
+            return item["msg"].removeprefix("Value error, ")
 
 
 def flatten(config: Config) -> dict[str, Any]:
     """`{"learner.lr": 0.0005, ...}`: every leaf, JSON values."""
+    return _leaves(config.model_dump(mode="json"))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
-
-    def walk(node: Mapping[str, Any], prefix: str) -> None:
-        for key, value in node.items():
-            if isinstance(value, Mapping):
-                walk(value, f"{prefix}{key}.")
-            else:
-                leaves[prefix + key] = value
-
-    walk(config.model_dump(mode="json"), "")
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= _leaves(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
     return leaves
 
 
@@ -156,6 +187,8 @@ class InputFacts:
     """Of the float32 parameters."""
     context: int
     """Longest sequence the model takes, tokens."""
+    vocabulary: int | None = None
+    """Rows of the model's embedding: token ids from 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,22 +226,23 @@ def check(config: Config) -> None:
     """Refuse what cannot work whatever the data. Raises ConfigError."""
     s, loss, c = config.sampling, config.learner.loss, config
     if c.group_size == 1 and c.learner.advantage.group_of_one == "zero":
-        _refuse("group_size", 1, f"a group of one has advantage 0 under `{c.learner.advantage.name}`: nothing would be "
-                "learned; use 2 or more, or learner.advantage.group_of_one=raw")
+        _refuse("group_size", 1,
+                f"a group of one has advantage 0 under `{c.learner.advantage.name}`: nothing "
+                "would be learned; use 2 or more, or learner.advantage.group_of_one=raw")
     if c.min_group > c.group_size:
         _refuse("rollout.min_group", c.min_group, f"no group of {c.group_size} can reach it; use at most group_size")
     if c.minibatch_groups > c.groups_per_step:
         _refuse("learner.minibatch_groups", c.minibatch_groups, f"at most groups_per_step = {c.groups_per_step}")
     if c.staleness.effective_hard_max < c.staleness.limit:
         _refuse("staleness.hard_max", c.staleness.hard_max,
-                f"below ceil(staleness.bound) = {c.staleness.limit}: groups that admission allows would be dropped, and "
-                "the run could starve; raise hard_max or lower the bound")
+                f"below ceil(staleness.bound) = {c.staleness.limit}: groups that admission allows would be dropped, "
+                "and the run could starve; raise hard_max or lower the bound")
     if s.temperature == 0:
         _refuse("sampling.temperature", 0, "greedy answers have no distribution to learn from; use > 0")
     for field, value, off in (("top_p", s.top_p, 1.0), ("top_k", s.top_k, 0), ("min_p", s.min_p, 0.0)):
         if value != off:
-            _refuse(f"sampling.{field}", value, "training rollouts must sample the whole distribution, since the learner's "
-                    f"log-probs are of it; use {off}")
+            _refuse(f"sampling.{field}", value, "training rollouts must sample the whole distribution, since the "
+                    f"learner's log-probs are of it; use {off}")
     if loss.proximal == "loglinear" and loss.name != "decoupled_ppo":
         _refuse("learner.loss.proximal", "loglinear", "belongs to learner.loss.name=decoupled_ppo")
     if loss.name == "decoupled_ppo" and c.learner.correction.weights != "none":
@@ -216,8 +250,8 @@ def check(config: Config) -> None:
                 "decoupled_ppo has its own token weights; weights are applied at most once: use none")
     smallest = c.groups_per_step % c.minibatch_groups or c.minibatch_groups
     if smallest * c.min_group < c.learner.ranks:
-        _refuse("learner.ranks", c.learner.ranks, f"a minibatch may hold only {smallest * c.min_group} answers; use fewer "
-                "ranks or larger minibatches")
+        _refuse("learner.ranks", c.learner.ranks, f"a minibatch may hold only {smallest * c.min_group} answers; use "
+                "fewer ranks or larger minibatches")
     if c.learner.token_budget < s.max_new_tokens + 1:
         _refuse("learner.token_budget", c.learner.token_budget,
                 f"one answer of sampling.max_new_tokens = {s.max_new_tokens} with its prompt does not fit")
@@ -232,12 +266,11 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     model_bytes = facts.model_bytes if facts else 0
     reserve = RESERVE_BYTES + 4 * (config.checkpoint.keep + 1) * model_bytes + (config.weights.keep + 1) * model_bytes
     total = config.groups_per_step * config.total_steps
-    between = group_bytes * (config.groups_per_step * min(config.checkpoint.every, config.total_steps)
-                             + config.max_outstanding)
-    if config.storage.bytes_quota < reserve + between:
+    disk = reserve + group_bytes * total + BYTES_PER_STEP * config.total_steps
+    if config.storage.bytes_quota < disk:  # no shard is retired while its run goes on: the quota holds them all
         _refuse("storage.bytes_quota", config.storage.bytes_quota,
-                f"what lies between two checkpoints needs about {between} bytes beside a reserve of {reserve}: "
-                f"use at least {reserve + between}, or a smaller checkpoint.every")
+                f"{config.total_steps} training steps land about {disk - reserve} bytes beside a reserve of {reserve}, "
+                f"and no shard is retired before the end of the run: use at least {disk}, or fewer total_steps")
     if facts is not None:
         _check_inputs(config, facts)
     return Plan(
@@ -252,7 +285,7 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         dataset_epochs=total / facts.rows if facts else None,
         group_bytes=group_bytes,
         reserve_bytes=reserve,
-        disk_bytes=reserve + group_bytes * total + 4096 * config.total_steps,
+        disk_bytes=disk,
         memory_bytes=model_bytes * (4 * config.learner.ranks + config.rollout.workers + 1),
     )
 
@@ -262,13 +295,17 @@ def _check_inputs(config: Config, facts: InputFacts) -> None:
         _refuse("data.train", config.data.train, "holds no prompts")
     if config.data.epochs is not None and facts.rows * config.data.epochs < config.groups_per_step:
         _refuse("groups_per_step", config.groups_per_step,
-                f"data.train has {facts.rows} rows and data.epochs is {config.data.epochs}: not one training step would be "
-                "full; use fewer groups per step, more epochs, or data.epochs=null")
+                f"data.train has {facts.rows} rows and data.epochs is {config.data.epochs}: not one training step "
+                "would be full; use fewer groups per step, more epochs, or data.epochs=null")
+    for token in config.sampling.stop_token_ids:
+        if facts.vocabulary is not None and not 0 <= token < facts.vocabulary:
+            _refuse("sampling.stop_token_ids", token,
+                    f"outside the model's vocabulary of {facts.vocabulary}; use ids of its tokenizer")
     longest = facts.longest_prompt + config.sampling.max_new_tokens
     if longest > facts.context:
         _refuse("sampling.max_new_tokens", config.sampling.max_new_tokens,
-                f"the longest prompt has {facts.longest_prompt} tokens and the model takes {facts.context} in all; use at "
-                f"most {facts.context - facts.longest_prompt}")
+                f"the longest prompt has {facts.longest_prompt} tokens and the model takes {facts.context} in all; use "
+                f"at most {facts.context - facts.longest_prompt}")
     if longest > config.learner.token_budget:
         _refuse("learner.token_budget", config.learner.token_budget,
                 f"the longest prompt with its answer has {longest} tokens; use at least that")

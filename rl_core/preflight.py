@@ -34,7 +34,6 @@ class Inputs:
 def inspect_inputs(config: Config) -> Inputs:
     """Check everything that the settings point at. Raises ConfigError or DataError; starts nothing that stays."""
     _check_devices(config)
-    check_reward(config)
     if isinstance(config.model, LocalModel):
         directory = Path(config.model.path).expanduser()
         model = check_model(directory)
@@ -42,11 +41,12 @@ def inspect_inputs(config: Config) -> Inputs:
     else:
         model = tiny_facts(config.model)
         prompts = _tiny_prompts(config, model)
+    check_reward(config, rows=prompts)
     lengths = prompts.lengths
     facts = InputFacts(rows=len(prompts), longest_prompt=int(lengths.max(initial=0)),
                        mean_prompt=float(lengths.mean()) if len(lengths) else 0.0,
                        validation_rows=len(prompts.validation()), model_bytes=4 * model.parameters,
-                       context=model.context)
+                       context=model.context, vocabulary=model.vocabulary)
     return Inputs(prompts=prompts, facts=facts)
 
 

@@ -8,6 +8,7 @@ that others decide by.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -20,13 +21,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from rl_core.errors import BrokenFile, FormatTooNew, NoExclusiveCreate, RunIsAlive, StaleAttempt
+from rl_core.errors import BrokenFile, ConfigError, FormatTooNew, NoExclusiveCreate, RunIsAlive, StaleAttempt
 from rl_core.types import FORMAT
 
 SELF_TEST_THREADS = 8
 SELF_TEST_ROUNDS = 20
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL}
+"""What file systems without hard links say to `link`."""
+LOOK_S = 0.02
+_ANOTHER_HOME = "set HEADWAY_HOME to a directory on a local POSIX file system with hard links"
 
 
 def fsync_dir(path: Path) -> None:
@@ -53,6 +58,9 @@ def put_if_absent(path: Path, data: bytes, *, fsync: bool = True) -> bool:
                 view = view[os.write(fd, view):]
             if fsync:
                 os.fsync(fd)
+        except OSError as error:
+            error.filename = str(path)  # a full disk is told of a descriptor, people ask for a place
+            raise
         finally:
             os.close(fd)
         try:
@@ -90,17 +98,20 @@ def read_json(path: Path) -> dict[str, Any]:
         raise BrokenFile(f"{path}: not a Headway file (no `format`)")
     if payload["format"] > FORMAT:
         raise FormatTooNew(f"{path}: format {payload['format']} is newer than this Headway reads ({FORMAT}); upgrade")
-    return payload
+    return cast(dict[str, Any], payload)
 
 
 def self_test(directory: Path, *, rounds: int = SELF_TEST_ROUNDS) -> None:
     """Prove that creating a name is exclusive here: 8 threads behind a barrier, one winner, its bytes stand.
 
-    Raises NoExclusiveCreate naming the directory and what happened.
+    Raises NoExclusiveCreate naming the directory and what happened; ConfigError where nothing can be written at all.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     base = directory / f".self-test-{os.getpid()}-{secrets.token_hex(4)}"
-    base.mkdir()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        base.mkdir()
+    except OSError as error:
+        raise _unwritable(directory, error) from error
     barrier = threading.Barrier(SELF_TEST_THREADS)
     wins: list[list[int]] = [[] for _ in range(rounds)]
     failures: list[BaseException] = []
@@ -121,17 +132,23 @@ def self_test(directory: Path, *, rounds: int = SELF_TEST_ROUNDS) -> None:
             thread.start()
         for thread in threads:
             thread.join(timeout=60)
-        for error in failures:
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise NoExclusiveCreate(f"{directory}: cannot create names by link ({error}); use a POSIX file system "
-                                        "with hard links for HEADWAY_HOME") from error
+        for error in sorted(failures, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            if isinstance(error, OSError) and error.errno not in NO_LINKS:
+                raise _unwritable(directory, error) from error
+            raise NoExclusiveCreate(f"{directory}: names cannot be created by link there "
+                                    f"({error or 'no answer within 30 s'}); {_ANOTHER_HOME}") from error
         for i, winners in enumerate(wins):
             stands = (base / f"name-{i}").read_bytes()
             if len(winners) != 1 or stands != b"%d" % winners[0] * 64:
-                raise NoExclusiveCreate(f"{directory}: {len(winners)} of {SELF_TEST_THREADS} writers believe they created "
-                                        "one name; Headway cannot keep its promises on this file system")
+                raise NoExclusiveCreate(f"{directory}: {len(winners)} of {SELF_TEST_THREADS} writers believe that they "
+                                        f"created one name: this file system has no exclusive create; {_ANOTHER_HOME}")
     finally:
         shutil.rmtree(base, ignore_errors=True)
+
+
+def _unwritable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{directory}: nothing can be written there ({error.strerror}); make room or mend its "
+                       "permissions, or set HEADWAY_HOME to another directory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +225,7 @@ class RunDir:
         return self.streams / stream / ".tmp"
 
     def shard_tmp(self, stream: str, seq: int) -> Path:
-        """Where the shard is written before it has its name; the stream's incarnation (last 12 digits) is in the name."""
+        """Where the shard is written before it has its name. The stream's incarnation (12 digits) is in the name."""
         return self.stream_tmp(stream) / f"{stream[-12:]}-{seq:08d}"
 
     @property
@@ -337,17 +354,35 @@ def boot_id() -> str:
 
 def owner_is_alive(run: RunDir) -> bool:
     """Whether a live process holds owner.lock now."""
+    return _holder(run) is not None
+
+
+def refuse_if_alive(run: RunDir) -> None:
+    """Raises RunIsAlive, naming the holder, if a live process owns the run now. Takes nothing, writes nothing."""
+    if (holder := _holder(run)) is not None:
+        raise _alive(run, holder)
+
+
+def _holder(run: RunDir) -> str | None:
     try:
         fd = os.open(run.owner_lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return _who(fd)
     finally:
         os.close(fd)
-    return False
+    return None
+
+
+def _who(fd: int) -> str:
+    return os.pread(fd, 512, 0).decode(errors="replace").strip() or "unknown"
+
+
+def _alive(run: RunDir, holder: str) -> RunIsAlive:
+    return RunIsAlive(f"{run.root}: the run is alive, owned by {holder}; stop it first, or use another --run-key")
 
 
 class OwnerLock:
@@ -360,13 +395,16 @@ class OwnerLock:
         run.root.mkdir(parents=True, exist_ok=True)
         self._run = run
         self._fd = os.open(run.owner_lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._fd, 512, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
-            raise RunIsAlive(f"{run.root}: the run is alive, owned by {holder}; stop it first, or use another "
-                             "--run-key") from error
+        for last in (False, False, False, True):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if last:
+                    holder = _who(self._fd)
+                    os.close(self._fd)
+                    raise _alive(run, holder) from error
+                time.sleep(LOOK_S)  # `headway status` holds the lock shared for the moment of its look
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config import Config, field_kinds
-from rl_core.errors import ConfigError
+from rl_core.errors import BrokenFile, ConfigError
 from rl_core.plan import differing
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 
@@ -26,10 +26,14 @@ class RunIdentity:
 
 
 def read_identity(run: RunDir) -> RunIdentity:
-    """Raises FileNotFoundError where there is no run."""
+    """Raises FileNotFoundError where there is no run, BrokenFile for one that this Headway cannot read."""
     payload = read_json(run.run_json)
-    return RunIdentity(run_uuid=payload["run_uuid"], run_key=payload["run_key"], preset=payload["preset"],
-                       config=Config.model_validate(payload["config"]), created_us=payload["created_us"])
+    try:
+        return RunIdentity(run_uuid=payload["run_uuid"], run_key=payload["run_key"], preset=payload["preset"],
+                           config=Config.model_validate(payload["config"]), created_us=payload["created_us"])
+    except (KeyError, ValueError) as error:
+        raise BrokenFile(f"{run.run_json}: not the settings of a run of this Headway ({error}); use another "
+                         "--run-key") from error
 
 
 def check_same_run(run_key: str, stored: Config, wanted: Config) -> None:
@@ -39,7 +43,8 @@ def check_same_run(run_key: str, stored: Config, wanted: Config) -> None:
         fields = differing(stored, wanted, kind)
         if fields:
             listed = "; ".join(f"{name} is {was!r}, asked for {now!r}" for name, (was, now) in fields.items())
-            raise ConfigError(f"run {run_key} exists with other {kind} fields: {listed}. {remedy[0].upper()}{remedy[1:]}.")
+            raise ConfigError(f"run {run_key} exists with other {kind} fields: {listed}. "
+                              f"{remedy[0].upper()}{remedy[1:]}.")
 
 
 def open_identity(run: RunDir, run_key: str, preset: str, config: Config) -> RunIdentity:
@@ -62,5 +67,5 @@ def check_inputs(run: RunDir, digests: dict[str, str]) -> None:
     stored: dict[str, str] = read_json(run.inputs)["digests"]
     changed = [name for name in digests if stored.get(name) != digests[name]]
     if changed:
-        raise ConfigError(f"{run.root}: {', '.join(changed)} changed since the run began (by digest); a run trains on what "
-                          "it began with: put it back, or use another --run-key")
+        raise ConfigError(f"{run.root}: {', '.join(changed)} changed since the run began (by digest); a run trains on "
+                          "what it began with: put it back, or use another --run-key")

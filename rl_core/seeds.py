@@ -6,6 +6,9 @@ import xxhash
 
 
 def derive(*parts: int | str) -> int:
-    """63-bit seed of the parts in order: `derive(1, "e0-p12-t0", 3, 0, "sample")`. Stable over machines and versions."""
+    """63-bit seed of the parts in order, stable over machines and versions.
+
+    `derive(1, "e0-p12-t0", 3, 0, "sample")`
+    """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1

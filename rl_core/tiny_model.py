@@ -103,9 +103,9 @@ def _warm_up(model: Qwen3ForCausalLM, tiny: TinyModel, seed: int, held_out: Coll
         rows = [habit_row(tokenizer, draw.choice(prompts), tiny.warmup_mix, draw) for _ in range(BATCH)]
         loss = answer_loss(model, *pad_rows(rows))
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         progress(step + 1, tiny.warmup_steps)
     model.eval()
 

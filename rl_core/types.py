@@ -4,7 +4,8 @@ Shape suffixes on arrays: `_P` prompt tokens, `_L` tokens of one response, `_R` 
 
 A group on its way from prompt to gradient:
 
-    Prompt -> Lease -> GenerateRequest -> Completion -> Trajectory -> TrajectoryGroup -> shard row -> Claim -> StepRecord
+    Prompt -> Lease -> GenerateRequest -> Completion -> Trajectory -> TrajectoryGroup -> shard row -> Claim
+        -> StepRecord
 """
 
 from __future__ import annotations
@@ -285,7 +286,8 @@ class StepRecord:
     published: WeightVersion | None
     revision: int
     seconds: dict[str, float]
-    """Wall seconds by stage: read, proximal, update, publish, ..."""
+    """Wall seconds by stage: read, build, update, publish; and since_update, from the last update of the step before to
+    this step's first forward (NaN for the first step of a process)."""
     ts_us: int
 
 

@@ -31,11 +31,13 @@ import ray
 import ray._private.worker as ray_worker
 import ray.exceptions
 import xxhash
+
+# Compiled, without types.
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
 from rl_core.errors import DeadlinePassed, DeadPart, LearnerDead, StaleAttempt, WorkerDead
 from rl_core.types import Lease, WeightVersion, WorkerEvents
-from tasks import services
+from tasks import services, signals
 from tasks.hosted import Hosted, Identity, end_family
 
 if TYPE_CHECKING:
@@ -174,6 +176,7 @@ class Pending:
         """The answer. Raises DeadlinePassed after `deadline_s`, the role's own exception, or that the actor is dead."""
         handle, begun = self._handle, time.monotonic()
         while True:
+            signals.check()
             left = deadline_s - (time.monotonic() - begun)
             if (why := lost()) is not None:
                 raise handle.death(self._method, why)

@@ -23,6 +23,10 @@ from rl_core.run_dir import RunDir, replace_file, to_json
 
 INTERVAL_S = 0.5
 
+# `_sync=True` asks for the form that blocks, whatever the context; Prefect's types do not show this argument.
+_create = cast(Callable[..., UUID], create_progress_artifact)
+_update = cast(Callable[..., UUID], update_progress_artifact)
+
 
 class Progress:
     """What the owner is doing: stages of the start, then steps. Thread-safe; `close` writes the last state."""
@@ -98,10 +102,9 @@ class ProgressArtifact:
     def _show(self, percent: float) -> None:
         with suppress(Exception):  # a view: Prefect being away is no reason to stop
             if self._id is None:
-                made = create_progress_artifact(percent, key="progress", description="Training steps", _sync=True)
-                self._id = cast(UUID, made)
+                self._id = _create(percent, key="progress", description="Training steps", _sync=True)
             else:
-                update_progress_artifact(self._id, percent, _sync=True)
+                _update(self._id, percent, _sync=True)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -216,6 +216,7 @@ def ray_env(token: Path) -> dict[str, str]:
         "RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0", "DO_NOT_TRACK": "1",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_process_group_cleanup_enabled": "1",  # a worker that crashes takes its children along
+        "RAY_worker_niceness": "0",  # Ray's 15 would let any other process starve learner and engines
         "RAY_worker_maximum_startup_concurrency": str(os.cpu_count() or 1),
         "PYTHONPATH": os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH")))),
     }

@@ -17,12 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prefect import runtime, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run
 
 from rl_core.config import Config
-from rl_core.errors import ConfigError, DataError, DeadPart
+from rl_core.errors import DeadPart
 from rl_core.experience.experience import Experience
 from rl_core.metrics import PoolReading, pool_metrics, read_pool
 from rl_core.model_setup import model_digests, set_up_model
@@ -37,7 +38,7 @@ from tasks import cluster, services
 from tasks.attempts import end_flow_run_before
 from tasks.paths import headway_home, run_dir
 from tasks.progress import Progress, ProgressArtifact
-from tasks.tracking import Tracker, destination
+from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup
 
 
@@ -102,31 +103,39 @@ class Session:
             replace_file(self.run.result, to_json(payload))
         except OSError as error:  # a full disk: the console still says it
             self.progress.set(trouble=f"{self.run.result}: {error}")
-        tracker = getattr(self, "tracker", None)
-        if tracker is not None:
-            ends = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-            tracker.finish(ends[status], deadline_s=20 if status == "completed" else 5, artifacts=figures)
+        ending = threading.Thread(target=self._end_actors, name="end-actors")
+        ending.start()  # beside MLflow's last words, which may take their time
+        if hasattr(self, "tracker"):
+            ends: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+            self.tracker.finish(ends[status], deadline_s=20 if status == "completed" else 5, artifacts=figures)
+        ending.join()
 
     def failed(self, error: BaseException) -> None:
-        """Note the first cause of a failure: a pump that died is the cause of the claim that it starved."""
-        cause = _first_cause(error)
+        """Note a failure by its first cause: a claim that a dead pump starved raises the pump's error itself."""
         self.run.logs.mkdir(parents=True, exist_ok=True)
         (self.run.logs / f"failure-{self.attempt:06d}.txt").write_text("".join(traceback.format_exception(error)))
         self.stop.set()
-        self.finish("failed", error=type(cause).__name__, message=str(cause))
+        self.finish("failed", error=type(error).__name__, message=str(error))
 
-    def cancelled(self, signal: BaseException) -> str:
-        """Note a stop from outside; returns the state's message with the command that resumes."""
+    def cancelled(self, signal: str) -> str:
+        """Note a stop from outside, by `SIGINT` or `SIGTERM`; returns the state's message with how to go on."""
         self.stop.set()
-        name = "SIGINT" if isinstance(signal, KeyboardInterrupt) else "SIGTERM"
-        self.finish("cancelled", signal=name)
-        return f"{name} after {len(recorded_steps(self.run))} steps; the same command with " \
+        self.finish("cancelled", signal=signal)
+        return f"{signal} after {len(recorded_steps(self.run))} steps; the same command with " \
                f"--run-key {self.identity.run_key} goes on"
 
     def close(self) -> None:
         """End what this start began, in order; nothing here waits longer than its own deadline. Actors need no goodbye:
         checkpoint, claims and records bring everything back."""
         self.stop.set()
+        self._end_actors()
+        cluster.disconnect()
+        self._artifact.close()
+        self.progress.close()
+        self.lock.release()
+
+    def _end_actors(self) -> None:
+        """End all actors at once. Idempotent."""
         if hasattr(self, "claims"):
             self.claims.close()
         ends = [end for name, end in (("pool", "kill"), ("learner", "close"), ("validator", "kill"))
@@ -135,16 +144,6 @@ class Session:
             for ended in [threads.submit(end) for end in ends]:
                 with suppress(DeadPart):
                     ended.result()
-        cluster.disconnect()
-        self._artifact.close()
-        self.progress.close()
-        self.lock.release()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None and not isinstance(error, ConfigError | DataError):
-        error = error.__cause__
-    return error
 
 
 def open_session(preset: str, config: Config, run_key: str) -> Session:
@@ -169,7 +168,7 @@ def set_up(session: Session) -> None:
     run, config, progress = session.run, session.config, session.progress
     for directory in (run.ledger(), run.records, run.versions, run.attempts, run.outcomes):
         self_test(directory)
-    session.attempt = session.lock.next_attempt(len(recorded_steps(run)), runtime.flow_run.get_id())
+    session.attempt = session.lock.next_attempt(len(recorded_steps(run)), flow_run.get_id())
     end_flow_run_before(run, session.attempt)
     with progress.stage("model"):
         _place_model(session)
@@ -259,5 +258,5 @@ def _tags(session: Session) -> dict[str, str]:
     from rl_core.env_digest import source_commit  # imports torch, which the start has loaded by now
 
     found = {"headway.preset": session.identity.preset, "headway.attempt": str(session.attempt),
-             "prefect.flow_run_id": str(runtime.flow_run.get_id() or ""), "headway.commit": source_commit()}
+             "prefect.flow_run_id": str(flow_run.get_id() or ""), "headway.commit": source_commit()}
     return {name: value for name, value in found.items() if value}

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -325,7 +326,7 @@ class Tracker:
                 self._pass_since = None
             with self._cond:
                 self._cond.wait_for(lambda: self._urgent, timeout=min(wait_s, PASS_EVERY_S))
-                self._cond.wait_for(lambda: self._due(asked, failures), timeout=wait_s)  # noqa: B023
+                self._cond.wait_for(partial(self._due, asked, failures), timeout=wait_s)
 
     def _due(self, asked: int, failures: int) -> bool:
         """After a failure only flush and finish cut the wait short: steps go on being committed meanwhile."""

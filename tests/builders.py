@@ -13,6 +13,7 @@ from rl_core.run_dir import RunDir
 from rl_core.types import (
     Claim,
     ClaimedGroup,
+    FinishReason,
     Lease,
     Prompt,
     Sampling,
@@ -51,7 +52,7 @@ def make_runs(length: int, versions: Sequence[int]) -> VersionRuns:
 
 def make_trajectory(rng: np.random.Generator, length: int, *, versions: Sequence[int] = (0,), reward: float = 0.0,
                     parts: dict[str, float] | None = None, mask: NDArray[np.uint8] | None = None,
-                    finish_reason: str = "stop") -> Trajectory:
+                    finish_reason: FinishReason = "stop") -> Trajectory:
     """One answer of random tokens and log-probs."""
     mask_L = np.ones(length, np.uint8) if mask is None else mask
     logprobs = -rng.exponential(1.0, length).astype(np.float32) * mask_L
@@ -59,7 +60,7 @@ def make_trajectory(rng: np.random.Generator, length: int, *, versions: Sequence
                       loss_mask_L=mask_L, version_runs=make_runs(length, versions),
                       turn_end=np.array([length], np.int32),
                       score=Score(reward=reward, parts=parts or {}, correct=float(reward > 0), extracted=None),
-                      finish_reason=finish_reason, seed=int(rng.integers(2**62)))  # pyright: ignore[reportArgumentType]
+                      finish_reason=finish_reason, seed=int(rng.integers(2**62)))
 
 
 def make_group(i: int, *, n: int = 4, n_expected: int | None = None, versions: Sequence[int] = (0,),

@@ -42,6 +42,14 @@ class Command:
             assert time.monotonic() < until, f"no record of step {step} after {deadline_s} s"
             time.sleep(0.02)
 
+    def wait_for_tracking(self) -> None:
+        """Until training is under way and MLflow knows the run: the middle of a run."""
+        self.wait_for_step(3)
+        until = time.monotonic() + DEADLINE_S
+        while not self.run.mlflow_run.exists():
+            assert self.process.poll() is None and time.monotonic() < until, "MLflow was not reached"
+            time.sleep(0.05)
+
 
 @dataclass
 class Home:

@@ -1,1 +1,1 @@
-"""The experience store: durable Arrow shards, put-if-absent claims, admission and staleness (docs/experience-store.md)."""
+"""The store: durable Arrow shards, put-if-absent claims, admission and staleness (docs/experience-store.md)."""

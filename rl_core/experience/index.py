@@ -57,6 +57,7 @@ class KeySet:
         return at < self._sorted.size and int(self._sorted[at]) == key
 
     def add(self, keys: Iterable[int]) -> None:
+        """A few at a time, as they come."""
         self._fresh.update(keys)
         if len(self._fresh) >= self.MERGE_AT:
             self._merge()
@@ -69,6 +70,7 @@ class KeySet:
             self._sorted = np.union1d(self._sorted, keys)
 
     def contains(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """For each key whether it is in the set; the shape of `keys`."""
         found = np.fromiter((key in self._fresh for key in keys.tolist()), np.bool_, keys.size)
         if self._sorted.size:
             at = np.minimum(np.searchsorted(self._sorted, keys), self._sorted.size - 1)
@@ -111,6 +113,7 @@ class Rows:
 
 
 def no_rows() -> Rows:
+    """Columns of length 0, each with its dtype."""
     small, large = np.zeros(0, np.int32), np.zeros(0, np.int64)
     return Rows(key=large, dataset_epoch=small, position=large, prompt_idx=large, try_no=small, lease_no=large,
                 n_responses=small, idx_min=small, idx_max=small, n_tokens=small, spread=np.zeros(0, np.float32),
@@ -195,10 +198,12 @@ class Index:
         return (-idx_min, info.ref.stream, info.ref.seq) < (-held, shard.stream, shard.seq)
 
     def add_claimed(self, keys: NDArray[np.int64]) -> None:
+        """Note groups that a claim holds; they no longer wait."""
         self.claimed.add_array(keys)
         self._remove(keys)
 
     def add_ended(self, keys: Sequence[int]) -> None:
+        """Note groups that end without training (dropped, or with an outcome); they no longer wait."""
         self.ended.add(keys)
         self._remove(np.array(keys, np.int64))
 
@@ -266,7 +271,7 @@ class Index:
         chosen = chosen[np.lexsort((w.try_no[chosen], w.position[chosen], w.dataset_epoch[chosen]))]
         masked = tuple((ordinal, tokens) for ordinal, i in enumerate(chosen.tolist()) if verdict_G[i] == MASK
                        and (tokens := self._masked(idx_step, int(w.key[i]), idx_of_version)))
-        shards = sorted({self.shards[i] for i in np.unique(w.shard[chosen]).tolist()})
+        shards = sorted({self.shards[int(i)] for i in np.unique(w.shard[chosen])})
         return Selection(groups=self._groups(chosen), masked=masked,
                          shard_digests={shard_key(s.stream, s.seq): s.digest for s in shards},
                          dropped=self._drops(np.flatnonzero(verdict_G >= STALE), verdict_G))
@@ -282,7 +287,7 @@ class Index:
                 lease_no = w.lease_no[equal]
                 equal = equal[lease_no <= np.partition(lease_no, n - older.size - 1)[n - older.size - 1]]
             usable = np.concatenate([older, equal])
-        shards = [(self.shards[i].stream, self.shards[i].seq) for i in w.shard[usable].tolist()]
+        shards = [(self.shards[int(i)].stream, self.shards[int(i)].seq) for i in w.shard[usable]]
         order = sorted(zip(w.idx_min[usable].tolist(), w.lease_no[usable].tolist(), shards, w.row[usable].tolist(),
                            usable.tolist(), strict=True))
         return np.array([row[-1] for row in order[:n]], np.intp)
@@ -292,7 +297,7 @@ class Index:
         columns = (rows.dataset_epoch, rows.position, rows.try_no, rows.prompt_idx, rows.shard, rows.row)
         return tuple(
             ClaimedGroup(dataset_epoch=epoch, position=position, try_no=try_no, prompt_idx=prompt_idx, row=row,
-                         stream=self.shards[shard].stream, seq=self.shards[shard].seq)
+                         stream=self.shards[int(shard)].stream, seq=self.shards[int(shard)].seq)
             for epoch, position, try_no, prompt_idx, shard, row
             in zip(*(column.tolist() for column in columns), strict=True))
 

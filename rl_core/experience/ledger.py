@@ -96,6 +96,7 @@ def claim_to_json(claim: Claim) -> bytes:
 
 
 def claim_from_json(payload: dict[str, Any]) -> Claim:
+    """The claim that `claim_to_json` wrote."""
     segments: list[list[Any]] = payload["segments"]
     groups = tuple(
         ClaimedGroup(dataset_epoch=epoch, position=position, try_no=try_no, prompt_idx=prompt_idx,
@@ -217,6 +218,7 @@ def drop_files(run: RunDir, consumer: str = CONSUMER) -> list[Path]:
 
 
 def read_drops(path: Path) -> tuple[Drop, ...]:
+    """The drops of one file of `drop_files`. Raises BrokenFile."""
     return tuple(_drop_from_json(entry) for entry in read_json(path)["dropped"])
 
 

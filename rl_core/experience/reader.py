@@ -14,6 +14,7 @@ import heapq
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ShardCorrupt
-from rl_core.experience.schema import MAX_BYTES, TOKEN_DTYPES
+from rl_core.experience.columns import digest_of_digests
+from rl_core.experience.facts import ClaimFacts, starts_of
+from rl_core.experience.schema import TOKEN_DTYPES
 from rl_core.experience.staging import Staging
-from rl_core.experience.verify import fixed_values, list_values, shard_key, token_values, valid_bits, verified_batch
+from rl_core.experience.verify import digested_batch, shard_key
 from rl_core.run_dir import RunDir
 from rl_core.types import FINISH_CODES, Claim, WeightVersion
 
 POOL_BYTES = 2**30
-"""Shards of a claim are read into the staging pool up to about this much, and mapped beyond it."""
+"""Shards of a claim are read into memory up to this much, and mapped beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,32 +97,43 @@ def split_by_length(length_N: NDArray[np.int32], ranks: int) -> NDArray[np.int32
     return rank_N
 
 
-def _open(run: RunDir, claim: Claim, stream: str, seq: int, pool: Staging | None, name: str) -> pa.RecordBatch:
-    """Open one claimed shard and check that it is what was claimed."""
-    path = run.shard(stream, seq)
+def _open(path: Path, claim: Claim, expected: str | None, buffer: NDArray[np.uint8] | None) -> pa.RecordBatch:
+    """Open one claimed shard and check that its data are what was verified and claimed."""
     try:
-        batch, _, digest = verified_batch(path, pool, name)
+        batch, _, digests = digested_batch(path, buffer)
     except (ShardCorrupt, FileNotFoundError) as error:
         raise ClaimedShardCorrupt(f"claim of step {claim.step}: {error}") from error
-    expected = claim.shard_digests.get(shard_key(stream, seq))
-    if digest != expected:
-        raise ClaimedShardCorrupt(f"claim of step {claim.step}: {path} has digest {digest}, the claim says {expected}")
+    if (found := digest_of_digests(digests.items())) != expected:
+        raise ClaimedShardCorrupt(f"claim of step {claim.step}: {path} has digest {found}, the claim says {expected}")
     return batch
+
+
+def _buffers(paths: Sequence[Path], pool: Staging) -> list[NDArray[np.uint8] | None]:
+    """One buffer of the pool for every file, cut from one region; none where the files are gone or too large for it."""
+    try:
+        sizes = np.array([path.stat().st_size for path in paths], np.int64)
+    except FileNotFoundError:
+        return [None] * len(paths)
+    starts = starts_of((sizes + 63) // 64 * 64)
+    if starts[-1] > POOL_BYTES:
+        return [None] * len(paths)
+    region = pool.take("shards", int(starts[-1]), np.uint8)
+    return [region[start:start + size] for start, size in zip(starts[:-1].tolist(), sizes.tolist(), strict=True)]
 
 
 def open_claim(run: RunDir, claim: Claim, pool: Staging | None = None) -> tuple[
         list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int64]]:
     """The shards of a claim, verified again, and where its groups lie: (batches, shard of group, row of group).
 
-    With a pool they are read into it, shard by shard while that is not more than POOL_BYTES; else they are mapped.
-    Raises ClaimedShardCorrupt for a shard that is gone, has changed, or does not hold the claimed groups.
+    With a pool they are read into it if they are not more than POOL_BYTES; else they are mapped. Raises
+    ClaimedShardCorrupt for a shard that is gone, has changed, or does not hold the claimed groups.
     """
     keys = sorted({(group.stream, group.seq) for group in claim.groups})
     place = {key: i for i, key in enumerate(keys)}
-    batches: list[pa.RecordBatch] = []
-    for i, key in enumerate(keys):
-        room = pool is not None and pool.nbytes + MAX_BYTES <= POOL_BYTES
-        batches.append(_open(run, claim, *key, pool if room else None, f"shard-{i}"))
+    paths = [run.shard(*key) for key in keys]
+    buffers = [None] * len(paths) if pool is None else _buffers(paths, pool)
+    batches = [_open(path, claim, claim.shard_digests.get(shard_key(*key)), buffer)
+               for path, key, buffer in zip(paths, keys, buffers, strict=True)]
     ids: list[list[str]] = [batch.column("group_id").to_pylist() for batch in batches]
     for group in claim.groups:
         rows = ids[place[group.stream, group.seq]]
@@ -129,83 +143,6 @@ def open_claim(run: RunDir, claim: Claim, pool: Staging | None = None) -> tuple[
                                       f"{run.shard(group.stream, group.seq)} is {found}, not {group.group_id}")
     return (batches, np.array([place[group.stream, group.seq] for group in claim.groups], np.int64),
             np.array([group.row for group in claim.groups], np.int64))
-
-
-def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """`_starts([2, 3])` -> `[0, 2, 5]`."""
-    out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out
-
-
-def _members(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`_members([7, 2], [3, 1])` -> `[7, 8, 9, 2]`: ranges of `counts` numbers from `starts`, one after the other."""
-    ends = _starts(counts)
-    return np.repeat(starts - ends[:-1], counts) + np.arange(int(ends[-1]), dtype=np.int64)
-
-
-class _Facts:
-    """The small columns of all shards of a claim, put one after the other and read by group, response or run number.
-
-    Everything but the token columns: cheap to copy, and then every choice of rows is one numpy index.
-    """
-
-    def __init__(self, batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64]) -> None:
-        self._batches = batches
-        tokens = [token_values(batch.column("response_ids"))[:2] for batch in batches]
-        runs = [token_values(batch.column("ver_run_end"))[1] for batch in batches]
-        first_row = _starts(np.array([batch.num_rows for batch in batches]))
-        first_response = _starts(np.array([inner.size - 1 for _, inner in tokens]))
-        responses_of_row = np.concatenate([np.diff(outer) for outer, _ in tokens]).astype(np.int64)
-        runs_of_response = np.concatenate([np.diff(offsets) for offsets in runs]).astype(np.int64)
-        self.row_G = first_row[shard_G] + row_G
-        self.n_responses_G = responses_of_row[self.row_G]
-        self.response_N = _members(_starts(responses_of_row)[self.row_G], self.n_responses_G)
-        """Number of each trajectory of the claim among the responses of all shards."""
-        self.shard_N = np.searchsorted(first_response, self.response_N, side="right") - 1
-        self.begin_N = np.concatenate([inner[:-1] for _, inner in tokens])[self.response_N]
-        """First token of each trajectory in its shard."""
-        self.length_N = np.concatenate([np.diff(inner) for _, inner in tokens])[self.response_N].astype(np.int32)
-        self._first_run = _starts(runs_of_response)
-        self._runs_of_response = runs_of_response
-
-    def by_group(self, name: str, child: str | None = None) -> NDArray[Any]:
-        """A scalar column (or one field of a struct), one entry per group of the claim."""
-        columns = [batch.column(name) if child is None else batch.column(name).field(child) for batch in self._batches]
-        return np.concatenate([fixed_values(column) for column in columns])[self.row_G]
-
-    def by_response(self, name: str) -> NDArray[Any]:
-        """A column of one entry per response, one entry per trajectory of the claim."""
-        return np.concatenate([list_values(batch.column(name))[1] for batch in self._batches])[self.response_N]
-
-    def correct(self) -> NDArray[np.float32]:
-        """`correct` by trajectory; NaN for the groups where it is null."""
-        parts: list[NDArray[np.float32]] = []
-        for batch in self._batches:
-            column = batch.column("correct")
-            said = np.repeat(valid_bits(column), fixed_values(batch.column("n_responses")))
-            values = np.full(said.size, np.nan, np.float32)
-            values[said] = list_values(column)[1]
-            parts.append(values)
-        return np.concatenate(parts)[self.response_N]
-
-    def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(prompt ids of all groups of the claim, flat; their offsets [groups + 1])."""
-        columns = [list_values(batch.column("prompt_ids")) for batch in self._batches]
-        first = _starts(np.concatenate([np.diff(offsets) for offsets, _ in columns]))
-        lengths = np.diff(first)[self.row_G]
-        ids = np.concatenate([values for _, values in columns])[_members(first[self.row_G], lengths)]
-        return ids, _starts(lengths).astype(np.int32)
-
-    def runs(self, mine_N: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Version runs of the chosen trajectories, in order: (version, tokens) of each run."""
-        ends = np.concatenate([token_values(batch.column("ver_run_end"))[2] for batch in self._batches])
-        versions = np.concatenate([token_values(batch.column("ver_run_value"))[2] for batch in self._batches])
-        tokens = np.diff(ends, prepend=np.int32(0))
-        tokens[self._first_run[:-1]] = ends[self._first_run[:-1]]
-        mine = self.response_N[mine_N]
-        chosen = _members(self._first_run[mine], self._runs_of_response[mine])
-        return versions[chosen], tokens[chosen]
 
 
 def read_claim_rows(run: RunDir, claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
@@ -227,7 +164,7 @@ def token_places(run: RunDir, claim: Claim, pool: Staging | None = None) -> tupl
         list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
     """Where the tokens of a claim lie: verified shards, and shard, first token and length of each trajectory."""
     batches, shard_G, row_G = open_claim(run, claim, pool)
-    facts = _Facts(batches, shard_G, row_G)
+    facts = ClaimFacts(batches, shard_G, row_G)
     return batches, facts.shard_N, facts.begin_N, facts.length_N
 
 
@@ -235,11 +172,11 @@ def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], r
                 claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
                 staging: Staging) -> ClaimRows:
     """The part of `read_claim_rows` after verification: choose, copy into staging, decode versions."""
-    facts = _Facts(batches, shard_G, row_G)
+    facts = ClaimFacts(batches, shard_G, row_G)
     prompt_ids, prompt_offsets = facts.prompts()
     group_N = np.repeat(np.arange(row_G.size, dtype=np.int32), facts.n_responses_G)
     mine_N = split_by_length(facts.length_N + np.diff(prompt_offsets)[group_N], ranks) == rank
-    offsets = _starts(facts.length_N[mine_N]).astype(np.int32)
+    offsets = starts_of(facts.length_N[mine_N]).astype(np.int32)
     version, run_tokens = facts.runs(mine_N)
     idx = staging.take("version_idx", int(offsets[-1]), np.int32)
     fill_runs(_idx_of(version, versions, claim), run_tokens, idx)
@@ -249,11 +186,17 @@ def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], r
         idx_min_G=facts.by_group("idx_min"), idx_max_G=facts.by_group("idx_max"),
         temperature_G=facts.by_group("sampling", "temperature"), group_N=group_N, reward_N=facts.by_response("reward"),
         correct_N=facts.correct(), length_N=facts.length_N, finish_N=facts.by_response("finish_reason"), mine_N=mine_N,
-        offsets=offsets, version_idx=idx, **copy_tokens(batches, facts.shard_N[mine_N], facts.begin_N[mine_N],
-                                                        facts.length_N[mine_N], staging))
+        offsets=offsets, version_idx=idx, **copy_tokens(token_views(batches), facts.shard_N[mine_N],
+                                                        facts.begin_N[mine_N], facts.length_N[mine_N], staging))
 
 
-def copy_tokens(batches: Sequence[pa.RecordBatch], shard_M: NDArray[np.int64], begin_M: NDArray[np.int32],
+def token_views(batches: Sequence[pa.RecordBatch]) -> dict[str, list[NDArray[Any]]]:
+    """The values of every token column, shard by shard, where they lie: read-only, never to leave the reader."""
+    return {name: [np.frombuffer(batch.column(name).buffers()[-1], dtype) for batch in batches]
+            for name, dtype in TOKEN_DTYPES.items()}
+
+
+def copy_tokens(views: Mapping[str, list[NDArray[Any]]], shard_M: NDArray[np.int64], begin_M: NDArray[np.int32],
                 length_M: NDArray[np.int32], staging: Staging) -> dict[str, NDArray[Any]]:
     """Copy the tokens [begin, begin + length) of each chosen response, in order, into the staging buffers.
 
@@ -267,7 +210,7 @@ def copy_tokens(batches: Sequence[pa.RecordBatch], shard_M: NDArray[np.int64], b
     total = int(length_M.sum(dtype=np.int64))
     out: dict[str, NDArray[Any]] = {}
     for name, dtype in TOKEN_DTYPES.items():
-        sources = [np.frombuffer(batch.column(name).buffers()[-1], dtype) for batch in batches]
+        sources = views[name]
         out[name] = column = staging.take(name, total, dtype)
         at = 0
         for shard, begin, end in spans:
@@ -293,7 +236,7 @@ def fill_runs(value_R: NDArray[np.int32], count_R: NDArray[np.int32], out: NDArr
     if not value_R.size:
         return
     first = np.flatnonzero(np.append(True, value_R[1:] != value_R[:-1]))
-    begins = _starts(count_R)[first].tolist()
+    begins = starts_of(count_R)[first].tolist()
     for value, begin, end in zip(value_R[first].tolist(), begins, [*begins[1:], out.size], strict=True):
         out[begin:end] = value
 

@@ -7,6 +7,7 @@ after it is for ever (experience-store.md 3.3). Verification is in verify.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -20,24 +21,17 @@ import pyarrow as pa
 
 from rl_core.errors import BrokenFile, DataError, DeadlinePassed, DeadPart
 from rl_core.experience.batch import group_nbytes, groups_to_batch, n_tokens
+from rl_core.experience.columns import column_digests, digest_of_digests, fixed_values
 from rl_core.experience.schema import MAX_BYTES, MAX_GROUPS, SCHEMA_VERSION
 from rl_core.experience.staging import Staging
-from rl_core.experience.verify import (
-    DIGEST_PREFIX,
-    SEAL,
-    ShardInfo,
-    column_digests,
-    digest_of_digests,
-    fixed_values,
-    map_shard,
-    shard_key,
-    verify_shard,
-)
+from rl_core.experience.verify import DIGEST_PREFIX, SEAL, ShardInfo, map_shard, shard_key, verify_shard
 from rl_core.run_dir import RunDir, fsync_dir
 from rl_core.types import Landed, TrajectoryGroup
 
 __all__ = ["GroupCommit", "ShardInfo", "ShardWriter", "map_shard", "shard_key", "sweep_tmp", "verify_shard"]
 
+JOIN_BELOW = 16384
+"""Bytes: smaller pieces of a file are joined before they are written."""
 LINK_TRIES = 8
 """Writes of one shard whose tmp file is swept away under it before it is called an error."""
 
@@ -49,29 +43,28 @@ class _Gather:
 
     def __init__(self) -> None:
         self.pieces: list[Any] = []
-        self.size = 0
-
-    def write(self, piece: Any) -> int:
-        view = memoryview(piece)
-        self.pieces.append(view)
-        self.size += view.nbytes
-        return view.nbytes
+        self.write = self.pieces.append
+        """Arrow does not look at what `write` returns."""
 
     def flush(self) -> None:
         pass
 
 
-def _serialise(batch: pa.RecordBatch, metadata: Mapping[str, str]) -> _Gather:
+def _serialise(batch: pa.RecordBatch, metadata: Mapping[str, str]) -> list[memoryview]:
+    """The bytes of the shard file, in a few pieces: large columns where they lie, what is between them joined."""
     sink = _Gather()
     schema = batch.schema.with_metadata(dict(metadata))
     with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
         writer.write_batch(batch)
-    return sink
+    pieces: list[memoryview] = []
+    for large, run in itertools.groupby(sink.pieces, lambda piece: len(piece) >= JOIN_BELOW):
+        pieces += [memoryview(piece) for piece in run] if large else [memoryview(b"".join(run))]
+    return pieces
 
 
-def _write_all(fd: int, pieces: Sequence[Any]) -> None:
+def _write_all(fd: int, pieces: Sequence[memoryview]) -> None:
     """Every byte of `pieces`, in order; a short write goes on where it stopped."""
-    rest = [piece for piece in pieces if piece.nbytes]
+    rest = list(pieces)
     while rest:
         wrote = os.writev(fd, rest[:512])
         done = 0
@@ -129,31 +122,34 @@ class ShardWriter:
 
     def land_batch(self, batch: pa.RecordBatch, ids: tuple[str, ...]) -> None:
         """Land one record batch of schema.py: tmp, write, fsync, link, unlink, fsync of the directory."""
-        payload = _serialise(batch, self._metadata(batch))
-        if payload.size > MAX_BYTES and batch.num_rows > 1:
-            raise DataError(f"{batch.num_rows} groups are {payload.size} bytes, a shard holds {MAX_BYTES}; land fewer")
-        if payload.size > MAX_BYTES:
-            raise DataError(f"group {ids[0]} alone is {payload.size} bytes, a shard holds {MAX_BYTES}")
+        pieces = _serialise(batch, self._metadata(batch))
+        size = sum(piece.nbytes for piece in pieces)
+        if size > MAX_BYTES and batch.num_rows > 1:
+            raise DataError(f"{batch.num_rows} groups are {size} bytes, a shard holds {MAX_BYTES}; land fewer")
+        if size > MAX_BYTES:
+            raise DataError(f"group {ids[0]} alone is {size} bytes, a shard holds {MAX_BYTES}")
         for _ in range(LINK_TRIES):
-            if self._write_and_link(payload):
+            if self._write_and_link(pieces):
                 self._linked = ids
                 self._settle()
                 return
         raise BrokenFile(f"{self._run.shard(self.stream, self._seq)}: its tmp file was removed {LINK_TRIES} times "
                          "while it was being written; is another owner sweeping this run?")
 
-    def _write_and_link(self, payload: _Gather) -> bool:
+    def _write_and_link(self, pieces: Sequence[memoryview]) -> bool:
         """True once the final name is this payload; False if the tmp file vanished (it is written again)."""
         tmp, final = self._run.shard_tmp(self.stream, self._seq), self._run.shard(self.stream, self._seq)
-        tmp.parent.mkdir(exist_ok=True)
-        tmp.unlink(missing_ok=True)
+        try:
+            fd = os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            tmp.parent.mkdir(exist_ok=True)
+            return False
+        except FileExistsError:
+            tmp.unlink(missing_ok=True)  # left by a try of this process: the name holds its incarnation
+            return False
         try:
             try:
-                fd = os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-            except FileNotFoundError:
-                return False
-            try:
-                _write_all(fd, payload.pieces)
+                _write_all(fd, pieces)
                 if self._fsync:
                     os.fsync(fd)
                 written = os.fstat(fd)

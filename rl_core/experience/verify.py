@@ -7,19 +7,17 @@ xxh3 of each column into the file's metadata, and nothing is believed, or claime
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from numpy.typing import NDArray
 
 from rl_core.errors import FormatTooNew, ShardCorrupt
+from rl_core.experience.columns import column_digests, digest_of_digests, fixed_values, list_values, token_values
 from rl_core.experience.schema import (
     MAX_GROUPS,
     RUN_COLUMNS,
@@ -39,117 +37,6 @@ DIGEST_PREFIX = "rl.digest."
 def shard_key(stream: str, seq: int) -> str:
     """Key of a shard in `Claim.shard_digests`: `shard_key("w-0123456789ab", 3)` -> `"w-0123456789ab/3"`."""
     return f"{stream}/{seq}"
-
-
-def _bytes(buffer: pa.Buffer | None, nbytes: int) -> memoryview:
-    """The first `nbytes` of a buffer. Raises ShardCorrupt where it holds fewer."""
-    if nbytes == 0:
-        return memoryview(b"")
-    if buffer is None or not 0 <= nbytes <= buffer.size:
-        raise ShardCorrupt(f"a buffer holds {0 if buffer is None else buffer.size} bytes, {nbytes} are needed")
-    return memoryview(cast(Any, buffer))[:nbytes]
-
-
-def _bits(bitmap: pa.Buffer, n: int) -> NDArray[np.uint8]:
-    return np.unpackbits(np.frombuffer(_bytes(bitmap, (n + 7) // 8), np.uint8), count=n, bitorder="little")
-
-
-Plan = tuple[str, Any]
-"""How to walk the buffers of a type: ("fixed", bytes), ("list", plan), ("string", None) or ("struct", plans)."""
-
-
-def _plan(kind: pa.DataType) -> Plan:
-    if pa.types.is_struct(kind):
-        return "struct", tuple(_plan(child.type) for child in kind)
-    if pa.types.is_list(kind):
-        return "list", _plan(kind.value_type)
-    if pa.types.is_string(kind):
-        return "string", None
-    if pa.types.is_primitive(kind) and kind.bit_width >= 8:
-        return "fixed", kind.bit_width // 8
-    raise ShardCorrupt(f"columns of type {kind} have no digest")
-
-
-def _hash(state: xxhash.xxh3_64, plan: Plan, n: int, buffers: Iterator[pa.Buffer | None]) -> None:
-    """Bytes of `n` values of one type, in the order of Arrow's buffers: nulls where there are any, offsets, values.
-
-    Only bytes that mean something are hashed: Arrow pads buffers, and leaves out the bitmap of a column without nulls.
-    """
-    kind, inner = plan
-    validity = next(buffers)
-    if validity is not None and n:
-        bits = _bits(validity, n)
-        if not bits.all():
-            state.update(np.packbits(bits).tobytes())
-    if kind == "fixed":
-        state.update(_bytes(next(buffers), n * inner))
-    elif kind == "struct":
-        for child in inner:
-            _hash(state, child, n, buffers)
-    else:
-        offsets = _bytes(next(buffers), 4 * (n + 1) if n else 0)
-        state.update(offsets)
-        size = int.from_bytes(offsets[-4:], "little", signed=True)
-        if kind == "list":
-            _hash(state, inner, size, buffers)
-        else:
-            state.update(_bytes(next(buffers), size))
-
-
-@lru_cache(maxsize=64)
-def _plans(schema: pa.Schema) -> tuple[Plan, ...]:
-    return tuple(_plan(field.type) for field in schema)
-
-
-def column_digests(batch: pa.RecordBatch) -> dict[str, str]:
-    """xxh3_64 of the bytes of every column, 16 hex digits, by name in schema order.
-
-    The same before writing and after mapping. Raises ShardCorrupt where a buffer is shorter than its column.
-    """
-    digests: dict[str, str] = {}
-    plans = _plans(batch.schema.remove_metadata())
-    for name, plan, column in zip(batch.schema.names, plans, batch.columns, strict=True):
-        assert column.offset == 0, "digests are of whole columns"
-        state = xxhash.xxh3_64()
-        _hash(state, plan, len(column), iter(column.buffers()))
-        digests[name] = state.hexdigest()
-    return digests
-
-
-def digest_of_digests(pairs: Iterable[tuple[str, str]]) -> str:
-    """One digest over named digests in their order: the shard's identity in a claim, or the seal of its metadata."""
-    return xxhash.xxh3_64_hexdigest("\n".join(f"{name}={value}" for name, value in pairs).encode())
-
-
-def valid_bits(array: pa.Array) -> NDArray[np.bool_]:
-    """True where the array is not null."""
-    bitmap = array.buffers()[0]
-    if bitmap is None:
-        return np.ones(len(array), np.bool_)
-    return _bits(bitmap, len(array)).view(np.bool_)
-
-
-def fixed_values(array: pa.Array) -> NDArray[Any]:
-    """Values of a column of a fixed width: a read-only view. (`Array.to_numpy` would import pandas.)"""
-    kind = array.type
-    letter = "f" if pa.types.is_floating(kind) else "u" if pa.types.is_unsigned_integer(kind) else "i"
-    width = kind.bit_width // 8
-    return np.frombuffer(_bytes(array.buffers()[1], len(array) * width), f"{letter}{width}")
-
-
-def list_offsets(column: pa.Array) -> NDArray[np.int32]:
-    """Offsets of a list column [lists + 1]: a read-only view."""
-    return np.frombuffer(_bytes(column.buffers()[1], 4 * (len(column) + 1)), np.int32)
-
-
-def list_values(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """`(offsets, values)` of a list column of at least one list: read-only views."""
-    return list_offsets(column), fixed_values(column.values)
-
-
-def token_values(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[Any]]:
-    """`(response offsets of groups, token offsets of responses, values)` of a `list<list<T>>` column: views."""
-    return list_offsets(column), *list_values(column.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -206,15 +93,14 @@ def map_shard(path: Path) -> tuple[pa.RecordBatch, dict[str, str]]:
         return _parse(path, source)
 
 
-def load_shard(path: Path, pool: Staging, name: str = "shard") -> tuple[pa.RecordBatch, dict[str, str]]:
-    """`(batch, metadata)` of a shard file, read into buffer `name` of the pool; raises as `map_shard` does.
+def load_shard(path: Path, buffer: NDArray[np.uint8]) -> tuple[pa.RecordBatch, dict[str, str]]:
+    """`(batch, metadata)` of a shard file, read into the buffer, which holds it; raises as `map_shard` does.
 
-    Faster than a fresh mapping, whose pages fault one by one, where the pool has been used before.
+    Faster than a fresh mapping, whose pages fault one by one, where the buffer has been used before.
     """
     with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        buffer, at = pool.take(name, size, np.uint8), 0
-        while at < size and (got := file.readinto(cast(Any, buffer[at:]))):
+        at = 0
+        while at < buffer.size and (got := file.readinto(cast(Any, buffer[at:]))):
             at += got
     return _parse(path, pa.BufferReader(pa.py_buffer(buffer[:at])))
 
@@ -231,37 +117,50 @@ def _parse(path: Path, source: pa.NativeFile) -> tuple[pa.RecordBatch, dict[str,
         raise ShardCorrupt(f"{path}: not a whole Arrow file ({str(error).splitlines()[0]})") from error
 
 
-def verified_batch(path: Path, pool: Staging | None = None, name: str = "shard",
-                   ) -> tuple[pa.RecordBatch, dict[str, str], str]:
-    """`(batch, metadata, shard digest)` of a shard whose every byte of data is what the writer wrote.
+def digested_batch(path: Path, buffer: NDArray[np.uint8] | None = None) -> tuple[
+        pa.RecordBatch, dict[str, str], dict[str, str]]:
+    """`(batch, metadata, column digests as found)` of a file with a shard's schema, mapped or read into the buffer.
 
-    Mapped, or read into buffer `name` of the pool. Raises ShardCorrupt naming the file and what is wrong, FormatTooNew
-    for a newer schema, OSError (FileNotFoundError) for a file that cannot be opened.
+    Nothing is compared yet. Raises ShardCorrupt naming the file and what is wrong, OSError (FileNotFoundError) for a
+    file that cannot be opened.
     """
-    batch, meta = map_shard(path) if pool is None else load_shard(path, pool, name)
-    if "rl.schema" not in meta:
-        raise ShardCorrupt(f"{path}: an Arrow file, but not a shard (no `rl.schema`)")
-    if meta["rl.schema"] != SCHEMA_VERSION:
-        if meta["rl.schema"].isdigit() and int(meta["rl.schema"]) > int(SCHEMA_VERSION) and _sealed(meta):
-            raise FormatTooNew(f"{path}: shard schema {meta['rl.schema']} is newer than this Headway reads "
-                               f"({SCHEMA_VERSION}); upgrade")
-        raise ShardCorrupt(f"{path}: shard schema {meta['rl.schema']!r} is unknown")
-    if not _sealed(meta):
-        raise ShardCorrupt(f"{path}: the metadata does not match its seal")
-    stored: dict[str, str] = json.loads(meta["rl.xxh3"])
+    batch, meta = map_shard(path) if buffer is None else load_shard(path, buffer)
     try:
         if (difference := schema_differs(batch.schema)) is not None:
             raise ShardCorrupt(difference)
         batch.validate()  # lengths and buffer sizes: Arrow aborts the process over a negative length that it trusted
-        found = column_digests(batch)
+        return batch, meta, column_digests(batch)
     except (ShardCorrupt, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ShardCorrupt(f"{path}: {error}") from error
+        raise ShardCorrupt(f"{path}: {_not_a_shard(path, meta) or error}") from error
+
+
+def verified_batch(path: Path, buffer: NDArray[np.uint8] | None = None) -> tuple[pa.RecordBatch, dict[str, str], str]:
+    """`(batch, metadata, shard digest)` of a shard whose every byte of data is what the writer wrote.
+
+    Raises as `digested_batch`, and FormatTooNew for a newer schema.
+    """
+    batch, meta, found = digested_batch(path, buffer)
+    if (problem := _not_a_shard(path, meta)) is not None:
+        raise ShardCorrupt(f"{path}: {problem}")
+    stored: dict[str, str] = json.loads(meta["rl.xxh3"])
     bad = [name for name in found if stored.get(name) != found[name]]
     if bad or stored.keys() != found.keys():
         raise ShardCorrupt(f"{path}: xxh3 of {bad or sorted(stored.keys() ^ found.keys())} does not match: the data "
                            "has changed since it was written")
     _check_shapes(path, batch, meta)
     return batch, meta, digest_of_digests(found.items())
+
+
+def _not_a_shard(path: Path, meta: Mapping[str, str]) -> str | None:
+    """What in the metadata says that this is no shard of ours. Raises FormatTooNew for one of a newer Headway."""
+    if (version := meta.get("rl.schema")) is None:
+        return "an Arrow file, but not a shard (no `rl.schema`)"
+    if version != SCHEMA_VERSION:
+        if version.isdigit() and int(version) > int(SCHEMA_VERSION) and _sealed(meta):
+            raise FormatTooNew(f"{path}: shard schema {version} is newer than this Headway reads ({SCHEMA_VERSION}); "
+                               "upgrade")
+        return f"shard schema {version!r} is unknown"
+    return None if _sealed(meta) else "the metadata does not match its seal"
 
 
 def _sealed(meta: Mapping[str, str]) -> bool:
@@ -295,7 +194,8 @@ def verify_shard(path: Path, pool: Staging | None = None) -> ShardInfo:
     Raises ShardCorrupt naming the file and what is wrong (then it goes to quarantine, and the run goes on),
     FormatTooNew, OSError (FileNotFoundError) for a file that cannot be opened.
     """
-    batch, meta, digest = verified_batch(path, pool)
+    buffer = None if pool is None else pool.take("shard", path.stat().st_size, np.uint8)
+    batch, meta, digest = verified_batch(path, buffer)
     ids: list[str] = batch.column("group_id").to_pylist()
     try_no = np.array([parse_group_id(text)[2] for text in ids], np.int32)
     n_tokens = _owned(batch, "n_tokens")

@@ -69,4 +69,5 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor | Non
     return (distance >= 0) & (distance < window)
 
 
+# transformers names no type for the function.
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, packed_attention)  # pyright: ignore[reportUnknownMemberType]

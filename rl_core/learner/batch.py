@@ -81,7 +81,7 @@ def assemble(rows: ClaimRows) -> TensorDict:
 
 def to_tensor(values: NDArray[Any]) -> Tensor:
     """A tensor over the memory of the array."""
-    return torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]
+    return torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
 
 
 def column(batch: TensorDict, *name: str) -> Tensor:

@@ -120,6 +120,8 @@ class Learner:
         self._first_mismatch: dict[int, float] = {}
         self._ledger = IntervalLedger()
         self._reading, self._read_at = self._ledger.seconds(), time.monotonic()
+        self._updated_s = NAN
+        """When the step before made its last update: the next step's `since_update` counts from here to its forward."""
         self._busy_since: float | None = None
         self._state: TrainState | None = None
         self._next = -1
@@ -258,7 +260,9 @@ class Learner:
         built = time.monotonic()
         result = training_step(state.policy, state.optimizer, self._ranks, batch, self._plan(claim, config))
         state.skipped_in_a_row = result.skipped_in_a_row
-        seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built}
+        seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built,
+                   "since_update": result.first_forward_s - self._updated_s}
+        self._updated_s = result.updated_s
         return Trained(claim, rows, result, facts, config, seconds)
 
     def _plan(self, claim: Claim, config: Config) -> StepPlan:

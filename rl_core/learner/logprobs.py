@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  # untyped in torch
 
 Head = Callable[[Tensor], Tensor]
 

@@ -68,7 +68,7 @@ def load_policy(directory: Path, *, logits_chunk: int, dtype: torch.dtype, devic
     logits are changed outside the head.
     """
     transformers.logging.disable_progress_bar()
-    model = cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType]
+    model = cast(PreTrainedModel, cast(Any, AutoModelForCausalLM).from_pretrained(
         directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, trust_remote_code=False))
     _check_architecture(model, directory)
     model.eval()

@@ -51,6 +51,7 @@ class Ranks:
             return
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         blocks: set[str] = set(getattr(policy.model, "_no_split_modules", None) or ())
+        # Its overloads are typed only in part.
         for module in list(policy.modules()):
             if type(module).__name__ in blocks:
                 fully_shard(module, mesh=mesh)  # pyright: ignore[reportUnknownMemberType]
@@ -86,7 +87,8 @@ class Ranks:
 
 
 def to_list(values: Tensor) -> list[float]:
-    return cast(list[float], values.tolist())  # pyright: ignore[reportUnknownMemberType]
+    """The values of a 1-D tensor."""
+    return cast(list[float], values.tolist())  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
 
 
 def whole(tensor: Tensor) -> Tensor:

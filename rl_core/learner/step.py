@@ -9,6 +9,7 @@ groups in claim order, which the data order has shuffled already.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import cast
 
@@ -86,6 +87,10 @@ class StepResult:
     skipped_in_a_row: int
     recomputed: bool
     """Proximal log-probs are the learner's own, not the log-linear approximation."""
+    first_forward_s: float
+    """Monotonic seconds when the first forward began."""
+    updated_s: float
+    """Monotonic seconds when the last update was made."""
 
 
 def check_combination(learner: LearnerConfig) -> None:
@@ -126,18 +131,20 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
     minibatches = _minibatches(batch, ranks, plan)
     updates = plan.learner.passes * len(minibatches)
     run = _Run(policy, optimizer, ranks, plan, to_tensor(_tokens_M(batch)).to(ranks.device))
+    first_forward_s = time.monotonic()
     if needs_proximal_pass(plan.learner, updates):
         run.proximal_pass(minibatches)
     for _ in range(plan.learner.passes):
         for minibatch in minibatches:
             run.update(minibatch)
+    updated_s = time.monotonic()
     totals = to_list(ranks.sum_tensor(_stack(run.sums.total, TOTALS, 0.0)))
     largest = to_list(ranks.max_tensor(_stack(run.sums.largest, MAXIMA, -math.inf)))
     return StepResult(
         totals=dict(zip(TOTALS, totals, strict=True)),
         largest=dict(zip(MAXIMA, largest, strict=True)), losses=tuple(run.losses), gradient_norms=tuple(run.norms),
         updates=updates, skipped=run.skipped, skipped_in_a_row=run.skipped_in_a_row,
-        recomputed=plan.learner.loss.proximal == "recompute")
+        recomputed=plan.learner.loss.proximal == "recompute", first_forward_s=first_forward_s, updated_s=updated_s)
 
 
 def _stack(values: dict[str, Tensor], names: tuple[str, ...], absent: float) -> Tensor:
@@ -239,7 +246,7 @@ class _Run:
             self._skip(total, float(norm))
             return
         torch.nn.utils.clip_grads_with_norm_(parameters, self.plan.learner.max_grad_norm, norm)
-        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         self.losses.append(total)
         self.norms.append(float(norm))
         self.skipped_in_a_row = 0
@@ -268,7 +275,7 @@ class _Run:
         loss = policy_loss
         if loss_config.entropy_coef:
             loss = loss - loss_config.entropy_coef * self._aggregate(entropy_S, micro, denominators)
-        (loss * self.ranks.loss_scale).backward()  # pyright: ignore[reportUnknownMemberType]
+        (loss * self.ranks.loss_scale).backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         update_sums(self.sums, clipped, policy_S, proximal_S, entropy_S)
         if drift and len(policy_S):
             self.sums.raise_to({"ratio_drift": (clipped.ratio_S - 1.0).abs().max()})

@@ -39,6 +39,7 @@ class TokenFacts:
 
 
 def mean(values: NDArray[Any]) -> float:
+    """Mean in float64; NaN of nothing."""
     return float(values.mean(dtype=np.float64)) if len(values) else NAN
 
 
@@ -68,6 +69,7 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
 
 
 def token_metrics(facts: TokenFacts, answers: int) -> dict[str, float]:
+    """Loss tokens, masks and update lag of the claim; `answers` is the number of its trajectories."""
     return {"train/loss_tokens": facts.loss, "staleness/masked_tokens": facts.masked_by_age,
             "staleness/update_lag_mean": share(facts.lag, facts.sampled), "staleness/update_lag_max": facts.lag_max,
             "staleness/mixed": share(facts.mixed, answers)}

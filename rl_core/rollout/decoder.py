@@ -10,15 +10,12 @@ request samples depends on weights, prompt, settings and seed alone.
 Shapes: `_N` rows, `_C` contexts, `_T` packed tokens, `_W` written places, `_V` vocabulary.
 """
 
-# torch's own annotations leave from_numpy, split and linalg half open.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rl_core.errors import WeightsDamaged
+from rl_core.rollout.tensors import on_device
 
 FAST_TYPES = ("llama", "qwen2", "qwen3")
 FAST_ROPE = ("default", "linear", "llama3", "yarn")
@@ -68,6 +66,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> Shape:
+        """From a transformers configuration."""
         heads = int(config.num_attention_heads)
         return cls(layers=int(config.num_hidden_layers), heads=heads, kv_heads=int(config.num_key_value_heads or heads),
                    head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
@@ -153,6 +152,7 @@ class Layer:
 
     @classmethod
     def of(cls, weights: Prepared, i: int) -> Layer:
+        """Layer `i` of the prepared weights."""
         get = weights.get
         return cls(norm1=weights[f"{i}.norm1"], qkv=weights[f"{i}.qkv.weight"], qkv_bias=get(f"{i}.qkv.bias"),
                    qk_norm=get(f"{i}.qk_norm"), out=weights[f"{i}.out.weight"].t(), out_bias=get(f"{i}.out.bias"),
@@ -219,7 +219,7 @@ class FunctionalModel:
         self._places = torch.arange(capacity, device=self._device)
 
     def move(self, source: NDArray[np.int64], target: NDArray[np.int64], length: int) -> None:
-        src, dst = torch.from_numpy(source).to(self._device), torch.from_numpy(target).to(self._device)
+        src, dst = on_device(source, self._device), on_device(target, self._device)
         self._cache[:, :, dst, :, :length] = self._cache[:, :, src, :, :length]
 
     # -- forward
@@ -231,7 +231,7 @@ class FunctionalModel:
             position_N = np.concatenate([position_N, np.zeros(MIN_ROWS - n, np.int64)])
         rows, length = len(token_N), -(-(int(position_N.max()) + 1) // ALIGN) * ALIGN
         self._grow(length)
-        token, position = torch.from_numpy(token_N).to(self._device), torch.from_numpy(position_N).to(self._device)
+        token, position = on_device(token_N, self._device), on_device(position_N, self._device)
         each = position.repeat_interleave(s.kv_heads)
         place = self._row_start[:rows * s.kv_heads] + each
         # -inf behind each row's own position; scores get it added inside the product.
@@ -262,7 +262,7 @@ class FunctionalModel:
         self._grow(width)
         to = self._device
         packed = pack(lengths, width, np.asarray(owner_N), to)
-        token = torch.from_numpy(np.concatenate(contexts).astype(np.int64)).to(to)
+        token = on_device(np.concatenate(contexts).astype(np.int64), to)
         target = packed.row_position_W + (first + packed.row_W) * s.kv_heads * self._capacity
         place = (target[:, None] + torch.arange(s.kv_heads, device=to) * self._capacity).view(-1)
 
@@ -273,7 +273,7 @@ class FunctionalModel:
             padded = torch.zeros(len(contexts) * width, s.heads + 2 * s.kv_heads, s.head_dim, dtype=qk.dtype, device=to)
             padded.index_copy_(0, packed.padded_T, torch.cat([qk, v], dim=1))
             whole = padded.view(len(contexts), width, -1, s.head_dim).transpose(1, 2)
-            query, keys, values = whole.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+            query, keys, values = whole.split_with_sizes([s.heads, s.kv_heads, s.kv_heads], dim=1)
             # Padding is on the right and attention causal: no real token sees it.
             mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=s.groups > 1)
             return mixed.transpose(1, 2).reshape(len(contexts) * width, -1)[packed.padded_T]
@@ -303,7 +303,9 @@ class FunctionalModel:
 
         sqrt(sum + size eps) is one hypot of the vector norm; the product and the quotient are the only passes over x.
         """
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        # torch names no types for its functions of linalg.
+        size = cast(Tensor, torch.linalg.vector_norm(  # pyright: ignore[reportUnknownMemberType]
+            x, dim=-1, keepdim=True, dtype=torch.float32))
         return (x / torch.hypot(size, self._floors[x.shape[-1]])).to(x.dtype).mul_(weight)
 
     @staticmethod
@@ -347,9 +349,9 @@ def pack(lengths_C: NDArray[np.int64], width: int, owner_N: NDArray[np.int64], d
         "row_token_W": np.repeat(starts[owner_N], copied) + row_position,
         "row_position_W": row_position,
     }
-    return Packing(**{name: torch.from_numpy(column).to(device) for name, column in columns.items()})
+    return Packing(**{name: on_device(column, device) for name, column in columns.items()})
 
 
 def _ranges(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """`_ranges([3, 2])` -> `[0, 1, 2, 0, 1]`."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -28,8 +28,8 @@ class Engine(Protocol):
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
         """Start one request. The future resolves with the whole answer, or with the tokens so far after `cancel`
-        (finish_reason "cancelled"). It raises ValueError for a token id outside the vocabulary or a prompt that does not
-        fit the context, DeadPart when the engine died."""
+        (finish_reason "cancelled"). It raises ValueError for a token id outside the vocabulary or a prompt that does
+        not fit the context, DeadPart when the engine died."""
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -10,9 +10,6 @@ by whole forward passes without a cache: right, and slow for long answers.
 Shapes: `_N` rows, `_V` vocabulary.
 """
 
-# transformers' and torch's own annotations are half open.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import json
@@ -28,6 +25,7 @@ from torch import Tensor
 
 from rl_core.errors import ConfigError, WeightsDamaged
 from rl_core.rollout.decoder import FIRST_CAPACITY, FunctionalModel, Prepared, has_fast_path
+from rl_core.rollout.tensors import on_device
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,7 +66,7 @@ def load_model(directory: Path, *, slots: int, dtype: Dtype, device: str, max_co
     """The model of a Hugging Face directory, with its weights. Raises ConfigError for one that cannot be run."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config = cast(Any, AutoConfig).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     limit = int(config.get_text_config().max_position_embeddings)
     context = min(limit, max_context or limit)
     place = torch.device(device)
@@ -93,8 +91,8 @@ class RecomputeModel:
         from transformers import AutoModelForCausalLM
 
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True,
-                                                              trust_remote_code=False)
+            model = cast(Any, AutoModelForCausalLM).from_pretrained(directory, dtype=dtype, local_files_only=True,
+                                                                    trust_remote_code=False)
         except (ValueError, KeyError, OSError) as error:
             raise ConfigError(f"model.path: {str(directory)!r} cannot be loaded ({error})") from error
         self._model: Any = model.to(device).eval().requires_grad_(False)
@@ -147,8 +145,8 @@ class RecomputeModel:
         parts: list[Tensor] = []
         for begin in range(0, len(rows), chunk):
             some = rows[begin:begin + chunk]
-            lengths = torch.from_numpy(self._lengths[some]).to(self._device)
-            ids = torch.from_numpy(self._tokens[some, :int(lengths.max())]).to(self._device)
+            lengths = on_device(self._lengths[some], self._device)
+            ids = on_device(self._tokens[some, :int(lengths.max())], self._device)
             mask = torch.arange(ids.shape[1], device=self._device) < lengths[:, None]
             logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
             parts.append(logits[torch.arange(len(some), device=self._device), lengths - 1].float())

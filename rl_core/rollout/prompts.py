@@ -23,6 +23,9 @@ from rl_core.rollout.dataset import Row, Text, training_rows, validation_rows
 from rl_core.seeds import derive
 from rl_core.types import Prompt
 
+TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a chat template raises beside TemplateError: it is a program of the model's authors."""
+
 
 class Tokenizer(Protocol):
     """What this package asks of a transformers tokenizer."""
@@ -72,7 +75,8 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, *, max_tokens: int, voca
     """
     texts = {i: _render(row, tokenizer) for i, row in enumerate(rows) if not _is_ids(row.prompt)}
     encoded = iter(_encode([rows[i] for i in texts], list(texts.values()), tokenizer))
-    lists = [np.asarray(next(encoded) if i in texts else row.prompt, dtype=np.int64) for i, row in enumerate(rows)]
+    lists = [np.asarray(next(encoded), np.int64) if i in texts else _given_ids(row, vocab_size)
+             for i, row in enumerate(rows)]
     for row, ids in zip(rows, lists, strict=True):
         _check_ids(row, ids, tokenizer, max_tokens, vocab_size)
     offsets = np.zeros(len(rows) + 1, np.int64)
@@ -98,6 +102,16 @@ def _is_ids(prompt: Text) -> bool:
     return isinstance(prompt, list) and isinstance(prompt[0], int)
 
 
+def _given_ids(row: Row, vocab_size: int | None) -> NDArray[np.int64]:
+    """Ids that the row spells out; int32 whatever the vocabulary."""
+    given = cast(list[int], row.prompt)
+    limit = 2**31 if vocab_size is None else vocab_size
+    for bad in (token for token in given if not 0 <= token < limit):
+        raise DataError(f"{row.where}: token id {bad} is outside the model's vocabulary of {limit}; use ids of this "
+                        "model's tokenizer, from 0 on, or write the prompt as text")
+    return np.asarray(given, np.int64)
+
+
 def _render(row: Row, tokenizer: Tokenizer) -> str:
     if not tokenizer.chat_template:
         if isinstance(row.prompt, str):
@@ -107,17 +121,18 @@ def _render(row: Row, tokenizer: Tokenizer) -> str:
     chat: Any = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
+    except (TemplateError, *TEMPLATE_BUGS) as error:
         raise DataError(f"{row.where}: the model's chat template refuses this prompt: {error}") from error
 
 
 def _check_ids(row: Row, ids: NDArray[np.int64], tokenizer: Tokenizer, max_tokens: int, vocab_size: int | None) -> None:
     if not 1 <= len(ids) <= max_tokens:
+        remedy = "shorten it, or raise the limit" if len(ids) else "write one"
         raise DataError(f"{row.where}: the prompt has {len(ids)} tokens; the limit is {max_tokens} "
-                        "(data.max_prompt_tokens)")
-    if vocab_size is not None and (ids.min() < 0 or ids.max() >= vocab_size):
-        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise DataError(f"{row.where}: token id {bad} is outside the model's vocabulary of {vocab_size}")
+                        f"(data.max_prompt_tokens): {remedy}")
+    if vocab_size is not None and ids.max() >= vocab_size:
+        raise DataError(f"{row.where}: token id {ids.max()} is outside the model's vocabulary of {vocab_size}: the "
+                        "tokenizer is not this model's")
     unknown = tokenizer.unk_token_id
     if unknown is not None and not _is_ids(row.prompt) and (ids == unknown).any():
         raise DataError(f"{row.where}: the prompt holds characters that the model's tokenizer does not know: "
@@ -165,6 +180,15 @@ class PromptSource:
     def validation(self) -> list[Prompt]:
         """The held-out prompts, in file order; empty where data.validation is null."""
         return validation_prompts(self._config, self._tokenizer, self._vocab_size)
+
+    def first(self) -> tuple[Prompt, str]:
+        """The first row of the data set in file order, and where it stands: `file:line`."""
+        return as_prompt(self._rows[0], self._table.row(0), 0, 0, 0), self._rows[0].where
+
+    def without(self, column: str) -> str | None:
+        """Where the first row without this column stands, held-out rows included; None if all have it."""
+        rows = (*self._rows, *validation_rows(self._config))
+        return next((row.where for row in rows if column not in row.columns), None)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

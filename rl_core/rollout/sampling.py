@@ -6,9 +6,6 @@ row nor on what else runs, and an answer resumed behind its own first tokens goe
 Shapes: `_N` rows, `_M` those of them that are truncated, `_V` vocabulary.
 """
 
-# torch's own annotations leave from_numpy half open.
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+
+from rl_core.rollout.tensors import on_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -56,7 +55,7 @@ def truncate(logprobs_MV: Tensor, truncation: Truncation) -> Tensor:
     min-p those of at least that share of the likeliest. Ties are broken by the lower id.
     """
     device = logprobs_MV.device
-    top_p, top_k, min_p = (torch.from_numpy(column).to(device)[:, None] for column in (
+    top_p, top_k, min_p = (on_device(column, device)[:, None] for column in (
         truncation.top_p_M, truncation.top_k_M, truncation.min_p_M))
     values, order = logprobs_MV.sort(dim=-1, descending=True, stable=True)
     shares = values.exp().double()
@@ -104,17 +103,17 @@ def sample(logits_NV: Tensor, temperature_N: NDArray[np.float32], uniform_N: NDA
     greedy = temperature_N == 0
     divisor = np.where(greedy, np.float32(1), temperature_N)
     if (divisor != 1).any():
-        logits_NV = logits_NV / torch.from_numpy(divisor).to(logits_NV.device)[:, None]
+        logits_NV = logits_NV / on_device(divisor, logits_NV.device)[:, None]
     logprobs = logits_NV.log_softmax(-1)
     if truncation is not None:
-        rows = torch.from_numpy(truncation.row_M).to(logprobs.device)
+        rows = on_device(truncation.row_M, logprobs.device)
         logprobs[rows] = truncate(logprobs[rows], truncation)  # other rows keep their bits
     if greedy.all():
         token = logprobs.argmax(-1)
     else:
-        token = pick(logprobs.exp(), torch.from_numpy(uniform_N).to(logprobs.device))
+        token = pick(logprobs.exp(), on_device(uniform_N, logprobs.device))
         if greedy.any():
-            token = torch.where(torch.from_numpy(greedy).to(token.device), logprobs.argmax(-1), token)
+            token = torch.where(on_device(greedy, token.device), logprobs.argmax(-1), token)
     chosen = logprobs.gather(-1, token[:, None]).squeeze(1)
     chosen = chosen.cpu().numpy()
     if not np.isfinite(chosen).all():

@@ -423,7 +423,9 @@ class RolloutWorker:
             now = time.monotonic()
             since = self._landing_fails_since = self._landing_fails_since or now
         if now - since >= LANDING_DEADLINE_S:
-            self._end_worker(error)
+            told = f"{error.strerror}: no shard has landed for {now - since:.0f} s; make room, then the same command " \
+                   "goes on"
+            self._end_worker(OSError(error.errno, told, str(self._run.stream(self._writer.stream))))
 
     # -- how the worker ends
 

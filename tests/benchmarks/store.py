@@ -20,13 +20,13 @@ import numpy as np
 import pyarrow as pa
 
 from rl_core.experience.batch import groups_to_batch
-from rl_core.experience.reader import copy_tokens, read_claim_rows, token_places
+from rl_core.experience.columns import column_digests
+from rl_core.experience.reader import copy_tokens, read_claim_rows, token_places, token_views
 from rl_core.experience.shards import ShardWriter, map_shard, verify_shard
 from rl_core.experience.staging import Staging
-from rl_core.experience.verify import column_digests
 from rl_core.run_dir import RunDir, fsync_dir
 from rl_core.types import Claim, ShardRef, TrajectoryGroup
-from tests.benchmarks.measure import figure, side_by_side, timed
+from tests.benchmarks.measure import figure, processor_side_by_side, side_by_side, timed
 from tests.benchmarks.peers import PACKAGES, TRANSFER_QUEUE
 from tests.benchmarks.store_claims import claim_figures
 from tests.builders import long_groups, make_claim, make_run, make_versions
@@ -78,7 +78,11 @@ def land_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict
 
 
 def land_seconds(root: Path, parts: Sequence[Sequence[TrajectoryGroup]], *, fsync: bool) -> list[float]:
-    """Median seconds of: one file of the same bytes, landing batches, building and landing them."""
+    """Seconds of: one new file of the same bytes, landing batches, building and landing them.
+
+    With fsync median wall seconds, without the least processor seconds: then it is copies and system calls only. Files
+    are removed after every call, so that none of the three meets a page cache that another one filled.
+    """
     run, writer = writer_in(root, fsync=fsync)
     batches = [groups_to_batch(part) for part in parts]
     names = [tuple(group.lease.group_id for group in part) for part in parts]
@@ -92,13 +96,21 @@ def land_seconds(root: Path, parts: Sequence[Sequence[TrajectoryGroup]], *, fsyn
             writer.land(part)
 
     land_groups()
-    one_file = write_one_file(root, shard_bytes(run, writer, len(parts)), fsync=fsync)
-    return side_by_side(one_file, land, land_groups, rounds=9)
+    scratch = Path(tempfile.mkdtemp(dir=root))
+    one_file = write_one_file(scratch, shard_bytes(run, writer, len(parts)), fsync=fsync)
+
+    def tidy() -> None:
+        for path in [*run.stream(writer.stream).glob("*.arrow"), *scratch.iterdir()]:
+            path.unlink()
+
+    tidy()
+    take = side_by_side if fsync else processor_side_by_side
+    return take(one_file, land, land_groups, rounds=15, tidy=tidy)
 
 
-def write_one_file(root: Path, data: bytes, *, fsync: bool) -> Callable[[], None]:
+def write_one_file(directory: Path, data: bytes, *, fsync: bool) -> Callable[[], None]:
     """A function that writes these bytes as one new file each time."""
-    directory, numbers = Path(tempfile.mkdtemp(dir=root)), itertools.count()
+    numbers = itertools.count()
 
     def write() -> None:
         fd = os.open(directory / str(next(numbers)), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -117,34 +129,43 @@ def write_one_file(root: Path, data: bytes, *, fsync: bool) -> Callable[[], None
 # -- reading
 
 
-def landed_claim(root: Path, groups: Sequence[TrajectoryGroup], per_shard: int) -> tuple[RunDir, Claim]:
-    """Land the groups in a random order and claim them all: claim order is not landing order."""
+def landed_claim(root: Path, groups: Sequence[TrajectoryGroup], per_shard: int, *,
+                 shuffled: bool = False) -> tuple[RunDir, Claim]:
+    """Land the groups in their order, or in a random one that is not the order of the claim, and claim them all."""
     run, writer = writer_in(root, fsync=False)
-    order = np.random.default_rng(1).permutation(len(groups))
+    order = np.random.default_rng(1).permutation(len(groups)) if shuffled else np.arange(len(groups))
     hints = [writer.land([groups[i] for i in part]) for part in np.array_split(order, len(groups) // per_shard)]
     return run, make_claim(run, [ShardRef(stream=hint.stream, seq=hint.seq) for hint in hints])
 
 
 def read_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
-    """Staging and verifying 512 groups against memcpy of the same bytes. The fastest of 25 rounds each."""
-    run, claim = landed_claim(root, groups, 16)
-    paths = shard_paths(run, claim)
-    staging, versions = Staging(), make_versions(5)
-    batches, *places = token_places(run, claim)
-    megabytes = round(9 * int(places[2].sum()) / 1e6)
-    memcpy = copy_of(9 * int(places[2].sum()))
-    copy, from_warm, from_cold, whole = side_by_side(
-        memcpy, lambda: copy_tokens(batches, *places, staging),
-        lambda: copy_tokens([map_shard(path)[0] for path in paths], *places, staging),
-        lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging), rounds=25, best=True)
-    yield figure("store/stage_512_pages_mapped", from_warm / copy, "x memcpy", "<= 1.3", megabytes=megabytes)
-    yield figure("store/stage_512_cold_map", from_cold / copy, "x memcpy", "<= 5")
-    yield figure("store/read_claim_512", whole / copy, "x memcpy", ms=round(whole * 1e3, 1))
-    yield from verify_figures(batches, 16, None)
+    """Staging and verifying 512 groups against memcpy of the same bytes, in processor time."""
+    for name, shuffled in (("", False), ("_random_order", True)):
+        run, claim = landed_claim(root, groups, 16, shuffled=shuffled)
+        batches, copy, from_warm, from_cold, whole = stage_seconds(run, claim)
+        bars = (None, None) if shuffled else ("<= 1.3", "<= 5")
+        yield figure(f"store/stage_512_pages_mapped{name}", from_warm / copy, "x memcpy", bars[0])
+        yield figure(f"store/stage_512_cold_map{name}", from_cold / copy, "x memcpy", bars[1])
+        yield figure(f"store/read_claim_512{name}", whole / copy, "x memcpy", ms=round(whole * 1e3, 1))
+        if not shuffled:
+            yield from verify_figures(batches, 16, None)
     run, claim = landed_claim(root, groups, 64)
     yield from verify_figures(token_places(run, claim)[0], 64, "<= 1.0")
     yield figure("store/verify_shard_64", min(timed(lambda p=path: verify_shard(p)) for path in shard_paths(run, claim))
                  * 1e3, "ms")
+
+
+def stage_seconds(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], float, float, float, float]:
+    """Shards of the claim, and seconds of: memcpy, copy from memory, map and copy, verify and read all of it."""
+    paths, versions, staging = shard_paths(run, claim), make_versions(5), Staging()
+    batches, *places = token_places(run, claim)
+    views = token_views(batches)
+    memcpy = copy_of(9 * int(places[2].sum()))
+    copy, from_warm = processor_side_by_side(memcpy, lambda: copy_tokens(views, *places, staging), rounds=40)
+    from_cold, whole = processor_side_by_side(
+        lambda: copy_tokens(token_views([map_shard(path)[0] for path in paths]), *places, staging),
+        lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging), rounds=15)
+    return batches, copy, from_warm, from_cold, whole
 
 
 def verify_figures(batches: Sequence[pa.RecordBatch], per_shard: int, bar: str | None) -> Iterator[dict[str, Any]]:
@@ -153,7 +174,7 @@ def verify_figures(batches: Sequence[pa.RecordBatch], per_shard: int, bar: str |
         for batch in batches:
             column_digests(batch)
 
-    copy, hashed = side_by_side(copy_of(sum(batch.nbytes for batch in batches)), digests, rounds=25, best=True)
+    copy, hashed = processor_side_by_side(copy_of(sum(batch.nbytes for batch in batches)), digests, rounds=25)
     yield figure(f"store/verify_xxh3_{per_shard}", hashed / copy, "x memcpy", bar)
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,9 +46,9 @@ def observed(value: float) -> dict[str, float]:
     return dict.fromkeys(names("owner"), value)
 
 
-def tracker(run: RunDir, home: Path, config: Config = CONFIG, **kwargs: object) -> Tracker:
+def tracker(run: RunDir, home: Path, config: Config = CONFIG, **kwargs: Any) -> Tracker:
     return Tracker(run, config, destination(config, home, {}), run_uuid="u-1", run_key="nightly",
-                   tags={"headway.commit": "abc", "headway.prefect_run": "p-1"}, **kwargs)  # type: ignore[arg-type]
+                   tags={"headway.commit": "abc", "headway.prefect_run": "p-1"}, **kwargs)
 
 
 def points(home: Path) -> dict[tuple[str, int], int]:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from rl_core.experience.ledger import claimed_steps, read_claim
 from rl_core.learner.learner import fold_claims
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_identity import read_identity
@@ -25,7 +26,8 @@ def states(home: Home, key: str) -> tuple[list[str], list[str]]:
         flows = [row[0] for row in database.execute(
             "select state_type from flow_run where name = ? order by created", (key,))]
     with sqlite3.connect(home.path / "mlflow" / "mlflow.db") as database:
-        runs = [row[0] for row in database.execute("select status from runs where name = ?", (key,))]
+        runs = [row[0] for row in database.execute(
+            "select status from runs join tags using (run_uuid) where key = 'mlflow.runName' and value = ?", (key,))]
     return flows, runs
 
 
@@ -64,7 +66,7 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
                                                                      name: str) -> None:
     key = f"stopped-{name.lower()}"
     command = home.train(key, "total_steps=2000", "validation.every=1000")
-    command.wait_for_step(3)
+    command.wait_for_tracking()
     os.killpg(command.process.pid, number)  # as a terminal does: to the whole foreground group
     begun = time.monotonic()
     assert command.wait(30) == code, (command.out, command.err)
@@ -78,9 +80,17 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
 
 
 def break_step(command: Command) -> str:
-    """A directory where the record of a step should be created: the learner's step raises."""
-    command.run.record(recorded_steps(command.run)[-1] + 6).mkdir()
-    return "IsADirectoryError"
+    """A byte flipped in a shard of a claim that is not trained yet: the learner refuses to read it."""
+    run = command.run
+    while True:
+        step = claimed_steps(run)[-1]
+        claim = read_claim(run, step)
+        if not run.record(step).exists():
+            path = run.shard(claim.groups[0].stream, claim.groups[0].seq)
+            raw = bytearray(path.read_bytes())
+            raw[len(raw) // 2] ^= 1
+            path.write_bytes(raw)
+            return "ClaimedShardCorrupt"
 
 
 def break_pump(command: Command) -> str:
@@ -96,7 +106,7 @@ BREAKS = {"step": break_step, "pump": break_pump}
 def test_an_exception_ends_the_run_failed_with_its_first_cause(home: Home, where: str) -> None:
     key = f"broken-{where}"
     command = home.train(key, "total_steps=2000", "validation.every=1000")
-    command.wait_for_step(3)
+    command.wait_for_tracking()
     cause = BREAKS[where](command)
     begun = time.monotonic()
     assert command.wait(60) == 1, (command.out, command.err)

@@ -17,8 +17,8 @@ from rl_core.experience.admission import (
     worst_group_bytes,
 )
 
-START = AdmissionState(groups_per_step=16, publish_every=1, extra=32, total_steps=100, max_groups=48, step=0, served_idx=0,
-                       landed=0, leased=0, bytes_quota=1000, reserve=100, landed_bytes=0, group_bytes=10)
+START = AdmissionState(groups_per_step=16, publish_every=1, extra=32, total_steps=100, max_groups=48, step=0,
+                       served_idx=0, landed=0, leased=0, bytes_quota=1000, reserve=100, landed_bytes=0, group_bytes=10)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ START = AdmissionState(groups_per_step=16, publish_every=1, extra=32, total_step
         ({"landed_bytes": 900}, 0, "disk"),
         ({"landed_bytes": 700, "leased": 15}, 5, "disk"),
         ({"landed_bytes": 950}, -5, "disk"),
-        ({"publish_every": 4, "extra": 64, "max_groups": 200, "step": 4, "served_idx": 1, "bytes_quota": 10**6}, 128,
-         "staleness"),
+        ({"publish_every": 4, "extra": 64, "max_groups": 200, "step": 4, "served_idx": 1, "bytes_quota": 10**6},
+         128, "staleness"),
     ],
-    ids=["start", "all in flight", "outstanding", "published is not served", "served", "last steps", "done", "disk full",
+    ids=["start", "all in flight", "outstanding", "published, not served", "served", "last steps", "done", "disk full",
          "disk and flight", "disk over", "publish every 4"])
 def test_capacity_is_the_smallest_term(change: dict[str, int], want: int, term: Term) -> None:
     state = replace(START, **change)
@@ -53,7 +53,7 @@ def test_a_worker_that_serves_nothing_gets_nothing() -> None:
 
 def test_a_stall_report_can_name_the_binding_term() -> None:
     text = explain(replace(START, leased=30, landed=18))
-    assert text.startswith("capacity 0 (max_groups 18, staleness 0, total_steps 1552, disk 60): rollouts are as far ahead")
+    assert text.startswith("capacity 0 (max_groups 18, staleness 0, total_steps 1552, disk 60): rollouts are as far")
 
 
 def test_moving_a_group_into_a_claim_leaves_capacity_as_it_is() -> None:

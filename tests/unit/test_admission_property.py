@@ -2,8 +2,8 @@
 over the hard limit, nothing trained twice, and the audit holds (experience-store.md 3.7, last line).
 
 Time is simulated; the run directory, the shards and the claims are real. The world does what pump and flow do, in
-one thread and in a random order of events: leases, landings with and without hints, failed groups, dying workers, swaps that
-lag, and an owner that crashes and starts again beside workers that live on.
+one thread and in a random order of events: leases, landings with and without hints, failed groups, dying workers,
+swaps that lag, and an owner that crashes and starts again beside workers that live on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class World:
     total_steps: int
     failing: float
     """Share of groups that end with an outcome `failed`."""
+    forgetting: float
+    """Share of leases that a live worker loses without a trace."""
     deaths: int
+    """Some of the dead are not: they go on landing what was leased again elsewhere."""
     crashes: int
     hints: bool
     small_disk: bool
@@ -80,10 +83,15 @@ class Worker:
     def __init__(self, world: Simulation, name: str) -> None:
         self.world, self.name, self.served = world, name, -1
         self.writer = ShardWriter(world.run, name, world.attempt, {}, False)
+        self.gone = False
         self.in_flight: dict[str, tuple[Lease, list[int]]] = {}
         """Group -> its lease and the publication indices that sampled it so far."""
+        self.ready: dict[str, TrajectoryGroup] = {}
+        """Finished, not landed yet."""
 
     def lease(self, lease: Lease) -> None:
+        if self.world.rng.random() < self.world.world.forgetting:
+            return
         self.in_flight[lease.group_id] = (lease, [self.served])
         duration = float(np.exp(self.world.rng.normal(1.0, self.world.world.spread)))
         self.world.at(duration, self.finish, lease.group_id)
@@ -94,17 +102,30 @@ class Worker:
             used.append(idx)
 
     def finish(self, name: str) -> None:
-        if self.world.workers.get(self.name) is not self or name not in self.in_flight:
+        if self.gone or name not in self.in_flight:
             return
-        lease, used = self.in_flight.pop(name)
+        lease, used = self.in_flight[name]
         if self.world.rng.random() < self.world.world.failing:
+            del self.in_flight[name]
             outcome = Outcome(group_id=name, kind="failed", reason="reward_error", error="boom", try_no=lease.try_no,
                               position=lease.prompt.position, dataset_epoch=lease.prompt.dataset_epoch)
             put_outcome(self.world.run, outcome)
             if self.world.world.hints:
                 self.world.experience.outcome(outcome)
             return
-        hint = self.writer.land([self.group(lease, used)])
+        self.ready[name] = self.group(lease, used)
+        if len(self.ready) == 1:
+            self.world.at(0.5, self.land)
+
+    def land(self) -> None:
+        """What has become ready meanwhile lands in one shard."""
+        groups = [group for name, group in self.ready.items() if name in self.in_flight]
+        self.ready.clear()
+        if self.gone or not groups:
+            return
+        hint = self.writer.land(groups)
+        for group in groups:
+            del self.in_flight[group.lease.group_id]
         if self.world.world.hints and self.world.rng.random() < 0.8:
             self.world.experience.discover([hint])
 
@@ -159,9 +180,12 @@ class Simulation:
     def pump(self) -> None:
         bound = self.config.max_outstanding
         for leased in self.experience.grant(list(self.experience.leases.served)):
-            assert not self.experience.F > min(bound, self.config.max_groups)
+            outstanding = self.experience.F + self.experience.L
+            assert outstanding <= bound, f"{outstanding} out against a bound of {bound}"
             self.workers[leased.worker].lease(self.lease_of(leased))
             leased.sent_at = self.now
+        in_flight = sum(len(worker.in_flight) for worker in self.workers.values())
+        assert in_flight <= self.config.max_groups, "the workers have more in flight than was leased to them"
         held = list(self.experience.leases.by_id.values())
         for leased in [lease for lease in held if lease.cancel and not lease.cancel_sent]:
             leased.cancel_sent = True
@@ -198,11 +222,16 @@ class Simulation:
         self.at(LIST_S, self.list_streams)
 
     def worker_dies(self) -> None:
-        name = str(self.rng.choice(sorted(self.workers)))
-        self.workers[name] = Worker(self, name)
+        name = self.replace_worker()
         self.experience.discover()
         self.experience.worker_ended(name)
         self.experience.serves(name, -1)
+
+    def replace_worker(self) -> str:
+        name = str(self.rng.choice(sorted(self.workers)))
+        self.workers[name].gone = bool(self.rng.random() < 0.7)
+        self.workers[name] = Worker(self, name)
+        return name
 
     # -- what the flow does
 
@@ -216,8 +245,7 @@ class Simulation:
     def owner_crashes(self) -> None:
         """Workers live on; what they have in flight is adopted, or cancelled where no claim would take it."""
         if self.rng.random() < 0.3:
-            name = str(self.rng.choice(sorted(self.workers)))
-            self.workers[name] = Worker(self, name)
+            self.replace_worker()
         self.start_owner()
         self.experience.discover(full=True)
         for worker in self.workers.values():
@@ -292,6 +320,7 @@ def check_end(simulation: Simulation, end: EndOfData | RunEnded) -> None:
         assert end.step == made and end.left_over < config.groups_per_step
         assert world.epochs is not None and simulation.experience.F == 0
         assert sum(report.positions.values()) == world.epochs * world.prompts
+        assert report.positions["pending"] == end.left_over
         done = ("trained", "filtered", "given_up", "poison", "pending")
         assert sum(report.positions[state] for state in done) == world.epochs * world.prompts, report.positions
     elif isinstance(end, DiskQuotaTooSmall):
@@ -320,8 +349,8 @@ WORLDS = st.builds(
     hard_max_over=st.one_of(st.none(), st.integers(0, 2)), filtered=st.sampled_from([0.0, 0.0, 0.3, 0.9]),
     spread=st.sampled_from([0.0, 0.8, 1.5]), swap_lag_s=st.sampled_from([0.0, 0.5, 10.0]), workers=st.integers(1, 3),
     prompts=st.integers(3, 60), epochs=st.one_of(st.none(), st.integers(1, 3)), total_steps=st.integers(1, 12),
-    failing=st.sampled_from([0.0, 0.0, 0.2]), deaths=st.integers(0, 3), crashes=st.integers(0, 3), hints=st.booleans(),
-    small_disk=st.sampled_from([False, False, False, True]))
+    failing=st.sampled_from([0.0, 0.0, 0.2]), forgetting=st.sampled_from([0.0, 0.0, 0.05]), deaths=st.integers(0, 3),
+    crashes=st.integers(0, 3), hints=st.booleans(), small_disk=st.sampled_from([False, False, False, True]))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

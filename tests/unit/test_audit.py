@@ -22,12 +22,13 @@ B = 4
 
 def start(run: RunDir) -> Experience:
     put_if_absent(run.attempt(1), b"{}", fsync=False)
-    return Experience(run, Config.model_validate({"groups_per_step": B, "group_size": 4, "storage": {"fsync": False}}), 1)
+    config = Config.model_validate({"groups_per_step": B, "group_size": 4, "storage": {"fsync": False}})
+    return Experience(run, config, 1)
 
 
 def outcome(position: int, kind: OutcomeKind, try_no: int = 0) -> Outcome:
-    return Outcome(group_id=f"e0-p{position}-t{try_no}", kind=kind, reason="x", error="x", try_no=try_no, position=position,
-                   dataset_epoch=0)
+    return Outcome(group_id=f"e0-p{position}-t{try_no}", kind=kind, reason="x", error="x", try_no=try_no,
+                   position=position, dataset_epoch=0)
 
 
 @pytest.fixture
@@ -55,12 +56,13 @@ def test_every_position_and_row_is_in_exactly_one_state(trained: RunDir) -> None
     """Beside the trained ones: every other way for a group to be."""
     run = trained
     w = ShardWriter(run, "w2", 1, {}, False)
-    w.land([make_group(0, seed=1), make_group(8, seed=1), make_group(20), make_group(21), make_group(22), make_group(23)])
+    w.land([make_group(0, seed=1), make_group(8, seed=1), *(make_group(i) for i in range(20, 24))])
     put_drops(run, 2, [Drop(group_id="e0-p20-t0", reason="stale", n_tokens=1),
                        Drop(group_id="e0-p21-t0", reason="filtered", n_tokens=1),
                        Drop(group_id="e0-p22-t0", reason="fenced", n_tokens=1)], attempt=1)
-    for position, kind in ((23, "failed"), (24, "failed"), (25, "poison"), (26, "given_up")):
-        put_outcome(run, outcome(position, kind))  # type: ignore[arg-type]
+    ends: list[tuple[int, OutcomeKind]] = [(23, "failed"), (24, "failed"), (25, "poison"), (26, "given_up")]
+    for position, kind in ends:
+        put_outcome(run, outcome(position, kind))
     bad = ShardWriter(run, "w3", 1, {}, False)
     for i in (30, 31):
         path = run.shard(bad.stream, bad.land([make_group(i)]).seq)
@@ -70,8 +72,9 @@ def test_every_position_and_row_is_in_exactly_one_state(trained: RunDir) -> None
     put_if_absent(run.record(0), b"{}")
     report = audit(run)
     assert report.violations == []
-    assert counts(report.positions) == {"trained": 4, "voided": 4, "pending": 1, "dropped": 2, "filtered": 1, "failed": 2,
-                                        "poison": 1, "given_up": 1, "leased": 11}
+    assert counts(report.positions) == {
+        "trained": 4, "voided": 4, "pending": 1, "dropped": 2, "filtered": 1, "failed": 2, "poison": 1, "given_up": 1,
+        "leased": 11}
     assert counts(report.rows) == {"claimed": 4, "void": 4, "duplicate": 2, "eligible": 1, "dropped": 2, "filtered": 1,
                                    "fenced": 1, "quarantined": 1, "unverified": 1}
     assert (report.frontier, report.claims, report.recorded, report.shards) == ((0, 27), 2, 1, 4)
@@ -163,7 +166,8 @@ def _recorded_without_claim(run: RunDir) -> None:
     [(_twice, "dataset epoch 0 position 0 is claimed by steps 0 and 1"), (_rot, "does not verify any more"),
      (_out_of_order, "claim 1: groups are not in training order"), (_wrong_row, "row 8 holds e0-p8-t0, not e0-p4-t0"),
      (_no_such_row, "claim 1: e0-p4-t0 is not in shard"), (_other_digest, "is not the one that was claimed"),
-     (_dropped, "e0-p3-t0 is claimed by step 0 and dropped as stale"), (_dropped_twice, "e0-p8-t0 is dropped again by drops"),
+     (_dropped, "e0-p3-t0 is claimed by step 0 and dropped as stale"),
+     (_dropped_twice, "e0-p8-t0 is dropped again by drops"),
      (_poisoned, "dataset epoch 0 position 3 is poison and trained"), (_gap, "the ledger has a gap"),
      (_torn, "not JSON"), (_void_and_recorded, "step 1 is void but has a record"),
      (_recorded_without_claim, "step 2 has a record but no claim")],

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,8 @@ def test_groups_without_spread_are_filtered_and_their_position_is_finished(run: 
 
 def test_a_shard_made_with_another_model_is_never_claimed(run: RunDir) -> None:
     put_if_absent(run.inputs, to_json({"digests": {"model": "m1", "tokenizer": "t1"}}))
-    good, bad = writer(run, "rollout-0", model="m1", tokenizer="t1"), writer(run, "rollout-1", model="m2", tokenizer="t1")
+    good = writer(run, "rollout-0", model="m1", tokenizer="t1")
+    bad = writer(run, "rollout-1", model="m2", tokenizer="t1")
     good.land([make_group(i) for i in range(4)])
     bad.land([make_group(i, lease_no=0) for i in range(4, 8)])
     assert ids(start(run).claim(0, 5)) == [f"e0-p{i}-t0" for i in range(4)]
@@ -252,8 +254,8 @@ def test_drops_do_not_need_a_full_claim_and_lead_to_another_try(run: RunDir) -> 
 def test_a_position_is_given_up_after_max_tries_and_stays_so(run: RunDir) -> None:
     config = make_config(failure={"max_tries": 2})
     for try_no in range(2):
-        put_outcome(run, Outcome(group_id=f"e0-p0-t{try_no}", kind="failed", reason="reward_error", error="x", try_no=try_no,
-                                 position=0, dataset_epoch=0))
+        put_outcome(run, Outcome(group_id=f"e0-p0-t{try_no}", kind="failed", reason="reward_error", error="x",
+                                 try_no=try_no, position=0, dataset_epoch=0))
     for _ in range(2):
         experience = start(run, config)
         experience.attach(10, lambda epoch, position: position)
@@ -381,7 +383,7 @@ def test_many_groups_without_a_usable_one_end_the_run(run: RunDir) -> None:
     assert experience.poll(0, 0.0) is None
     w.land([make_group(9, rewards=[0.0] * 4)])
     experience.discover()
-    with pytest.raises(NothingToTrainOn, match="10 verified groups in a row.*waiting now: 10 filtered"):
+    with pytest.raises(NothingToTrainOn, match=r"10 verified groups in a row.*waiting now: 10 filtered"):
         experience.poll(0, 0.0)
 
 
@@ -436,12 +438,10 @@ def test_group_keys_are_unique_and_refuse_what_does_not_fit() -> None:
 
 def test_a_thousand_claims_are_read_in_half_a_second(run: RunDir) -> None:
     for step in range(1000):
-        groups = tuple(ClaimedGroup(dataset_epoch=0, position=64 * step + i, try_no=0, prompt_idx=64 * step + i, stream="w",
-                                    seq=step, row=i) for i in range(64))
-        claim = Claim(step=step, idx=step, attempt=1, consumer="learner", eta="2", hard_max=8, policy="keep", groups=groups,
-                      group_ids_digest=group_ids_digest(g.group_id for g in groups), shard_digests={f"w/{step}": "d"},
-                      masked=(), dropped=(), revision=0, ts_us=0)
-        put_claim(run, claim, fsync=False)
+        groups = tuple(ClaimedGroup(dataset_epoch=0, position=64 * step + i, try_no=0, prompt_idx=64 * step + i,
+                                    stream="w", seq=step, row=i) for i in range(64))
+        put_claim(run, replace(empty_claim(step), groups=groups, shard_digests={f"w/{step}": "d"},
+                               group_ids_digest=group_ids_digest(g.group_id for g in groups)), fsync=False)
     began = time.perf_counter()
     experience = start(run)
     took = time.perf_counter() - began

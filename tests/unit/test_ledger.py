@@ -31,15 +31,17 @@ from rl_core.experience.ledger import (
 from rl_core.run_dir import OwnerLock, RunDir, put_if_absent
 from rl_core.types import Claim, ClaimedGroup, Drop, Segment
 
-DROPS = (Drop(group_id="e0-p9-t0", reason="stale", n_tokens=120), Drop(group_id="e0-p4-t1", reason="filtered", n_tokens=7))
+DROPS = (Drop(group_id="e0-p9-t0", reason="stale", n_tokens=120),
+         Drop(group_id="e0-p4-t1", reason="filtered", n_tokens=7))
 
 
 def make_claim(step: int, *, attempt: int = 1, first: int = 0) -> Claim:
     groups = tuple(
-        ClaimedGroup(dataset_epoch=0, position=first + i, try_no=0, prompt_idx=first + i + 100, stream=stream, seq=seq, row=row)
+        ClaimedGroup(dataset_epoch=0, position=first + i, try_no=0, prompt_idx=first + i + 100, stream=stream, seq=seq,
+                     row=row)
         for i, (stream, seq, row) in enumerate([("w1-b", 3, 7), ("w0-a", 0, 1), ("w0-a", 0, 0), ("w1-b", 3, 4)]))
-    return Claim(step=step, idx=step, attempt=attempt, consumer="learner", eta="0.5", hard_max=2, policy="mask", groups=groups,
-                 group_ids_digest=group_ids_digest(g.group_id for g in groups),
+    return Claim(step=step, idx=step, attempt=attempt, consumer="learner", eta="0.5", hard_max=2, policy="mask",
+                 groups=groups, group_ids_digest=group_ids_digest(g.group_id for g in groups),
                  shard_digests={"w0-a/0": "aa", "w1-b/3": "bb"}, masked=((1, 17),), dropped=DROPS, revision=2, ts_us=5)
 
 

@@ -160,8 +160,8 @@ def test_stock_attention_with_a_cache_lets_packed_sequences_see_each_other_and_o
     assert caches == [(False, None)]
 
 
-BLOCKS = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "intermediate_size": 96}
+BLOCKS = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2}
 REFUSED = {
     "convolutions": (Lfm2Config(**BLOCKS, layer_types=["conv", "full_attention"]), r"layers \['conv'\]"),
     "an attention of its own": (BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4), "cannot be replaced"),

@@ -85,7 +85,8 @@ def test_overrides_read_numbers_as_people_write_them() -> None:
 
 def test_a_part_whose_type_changes_is_replaced() -> None:
     base = {"model": {"type": "tiny", "layers": 2}, "seed": 1}
-    assert merge(base, {"model": {"type": "local", "path": "m"}}) == {"model": {"type": "local", "path": "m"}, "seed": 1}
+    assert merge(base, {"model": {"type": "local", "path": "m"}}) == {
+        "model": {"type": "local", "path": "m"}, "seed": 1}
     assert merge(base, {"model": {"layers": 3}}) == {"model": {"type": "tiny", "layers": 3}, "seed": 1}
 
 

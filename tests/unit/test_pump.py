@@ -25,7 +25,17 @@ from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
 from rl_core.experience.shards import ShardWriter
 from rl_core.rollout.pump import CancelAnswer, Pump
 from rl_core.run_dir import OwnerLock, RunDir
-from rl_core.types import Claim, Landed, Lease, Outcome, Prompt, TrajectoryGroup, WeightVersion, WorkerEvents, WorkerStatus
+from rl_core.types import (
+    Claim,
+    Landed,
+    Lease,
+    Outcome,
+    Prompt,
+    TrajectoryGroup,
+    WeightVersion,
+    WorkerEvents,
+    WorkerStatus,
+)
 from rl_core.versions import put_version
 from tests.builders import make_prompt, make_trajectory
 
@@ -190,7 +200,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def publish(run: RunDir, v: int, idx: int | None = None) -> WeightVersion:
-    version = WeightVersion(v=v, step=v if idx is None else idx, idx=v if idx is None else idx, attempt=1, digest=f"d{v}")
+    idx = v if idx is None else idx
+    version = WeightVersion(v=v, step=idx, idx=idx, attempt=1, digest=f"d{v}")
     put_version(run, version)
     return version
 
@@ -430,7 +441,7 @@ def test_engines_swap_one_after_the_other_the_oldest_first_to_the_newest_version
         experience.wake()
         wait_for(lambda: min(worker.swaps[-1] for worker in pool.workers.values()) == 2)
     assert order[:4] == [("rollout-0", 0), ("rollout-1", 0), ("rollout-2", 0), ("rollout-0", 1)]
-    served = {name: 0 for name in pool.workers}
+    served = dict.fromkeys(pool.workers, 0)
     for name, v in order[3:]:
         assert served[name] == min(served.values()), "one that is ahead waits until the others have caught up"
         served[name] = v
@@ -546,7 +557,7 @@ def test_wait_holds_the_claim_and_cancels_the_straggler_in_the_end(run: RunDir) 
             if slow in worker.in_flight:
                 worker.in_flight[slow] = (worker.in_flight[slow][0], time.monotonic() + 60)
 
-    worker.lease = lease  # type: ignore[method-assign]
+    worker.lease = lease
     with pumping(run, config, Pool(run, worker)) as (experience, _):
         claim(experience, 0)
         publish(run, 1)
@@ -563,6 +574,7 @@ def test_a_claim_that_waits_in_vain_says_which_side_starves_whom(run: RunDir) ->
     worker = Worker(run, "rollout-0", group_s=60)
     with pumping(run, make_config(staleness={"bound": 0}), Pool(run, worker)) as (experience, _):
         wait_for(lambda: experience.F == B)
-        with pytest.raises(DeadlinePassed, match=r"claim of step 0: waited 1 s.*needs 4 usable groups: 0 landed, 4 in "
-                           r"flight.*rollout-0 serves publication 0 with 4 groups in flight; capacity 0 \(max_groups 0"):
+        with pytest.raises(DeadlinePassed, match=(
+                r"claim of step 0: waited 1 s.*needs 4 usable groups: 0 landed, 4 in flight.*rollout-0 serves "
+                r"publication 0 with 4 groups in flight; capacity 0 \(max_groups 0")):
             experience.claim(0, 1.0)

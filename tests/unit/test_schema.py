@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +18,9 @@ from tests.builders import make_group
 NULLABLE = {"response_prompt_ids", "token_reward", "correct", "extracted", "baseline_reward"}
 
 
-def with_trajectory(group: TrajectoryGroup, j: int, **changes: object) -> TrajectoryGroup:
+def with_trajectory(group: TrajectoryGroup, j: int, **changes: Any) -> TrajectoryGroup:
     answers = list(group.trajectories)
-    answers[j] = replace(answers[j], **changes)  # pyright: ignore[reportArgumentType]
+    answers[j] = replace(answers[j], **changes)
     return replace(group, trajectories=tuple(answers))
 
 

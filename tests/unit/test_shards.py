@@ -18,8 +18,9 @@ import pyarrow as pa
 import pytest
 
 from rl_core.errors import BrokenFile, DataError, DeadlinePassed, DeadPart, FormatTooNew, ShardCorrupt
+from rl_core.experience.columns import column_digests, digest_of_digests
 from rl_core.experience.shards import GroupCommit, ShardWriter, map_shard, sweep_tmp, verify_shard
-from rl_core.experience.verify import SEAL, column_digests, digest_of_digests
+from rl_core.experience.verify import SEAL
 from rl_core.run_dir import RunDir
 from rl_core.types import Landed, TrajectoryGroup
 from tests.builders import make_group, make_run

@@ -14,6 +14,7 @@ from rl_core.experience.staleness import (
     MASK,
     PARTIAL,
     STALE,
+    Policy,
     StalenessRule,
     explain,
     judge,
@@ -83,5 +84,5 @@ def test_a_hard_max_below_the_limit_is_refused() -> None:
     [("keep", 1, "within the bound of 1; trained"), ("keep", 3, "up to 4 is trained under policy keep"),
      ("keep", 5, "over 4; dropped as stale"), ("mask", 3, "tokens older than 1 leave the loss"),
      ("drop", 2, "over 1; dropped as stale under policy drop"), ("keep", -1, "dropped as fenced")])
-def test_a_verdict_is_explained_in_words(policy: str, age: int, want: str) -> None:
-    assert want in explain(StalenessRule(policy=policy, limit=1, hard_max=4), age)  # type: ignore[arg-type]
+def test_a_verdict_is_explained_in_words(policy: Policy, age: int, want: str) -> None:
+    assert want in explain(StalenessRule(policy=policy, limit=1, hard_max=4), age)

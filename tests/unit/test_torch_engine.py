@@ -36,7 +36,7 @@ def make_model(directory: Path, spread: float = 1.0) -> Path:
     make_tiny_model(directory, TinyModel(warmup_steps=0), 1, (), DEADLINE_S, lambda done, total: None)
     named = load_file(directory / "model.safetensors")
     write_weights(directory / "scaled", {name: tensor * (spread if tensor.dim() > 1 else 1)
-                                         for name, tensor in named.items()}, fsync=False)
+                                         for name, tensor in named.items()})
     shutil.move(directory / "scaled" / "model.safetensors", directory / "model.safetensors")
     return directory
 
@@ -270,7 +270,7 @@ def test_close_returns_what_there_is_and_later_requests_are_refused(endless: Pat
 
 
 def publish(directory: Path, v: int, tensors: dict[str, torch.Tensor]) -> WeightVersion:
-    write_weights(directory, tensors, fsync=False)
+    write_weights(directory, tensors)
     return WeightVersion(v=v, step=v, idx=v, attempt=1, digest=digest_tensors(tensors.items()))
 
 

@@ -23,6 +23,7 @@ from typing import Any, TextIO, cast
 
 TEXT_NAMES = ("answer", "completion")
 TRUTH_NAMES = ("ground_truth", "truth")
+ROW_NAMES = ("prompt", "data_source")
 Request = dict[str, Any]
 """{text, truth, prompt, data_source, columns}"""
 Argument = Callable[[Request], Any]
@@ -50,6 +51,16 @@ def load(target: str, cwd: str) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"{target} is async; a reward is an ordinary function")
     return cast(Callable[..., Any], function)
+
+
+def needed_columns(function: Callable[..., Any]) -> list[str]:
+    """Columns of a row without which the function cannot be called: parameters of other names, without a default."""
+    parameters = list(inspect.signature(function).parameters.values())
+    named = any(p.name in TEXT_NAMES for p in parameters)
+    known = {*TEXT_NAMES, *TRUTH_NAMES, *ROW_NAMES}
+    return [p.name for i, p in enumerate(parameters)
+            if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+            and p.default is inspect.Parameter.empty and p.name not in known and (named or i >= 2)]
 
 
 def bind(function: Callable[..., Any]) -> tuple[list[Argument], dict[str, Argument], bool]:
@@ -86,7 +97,7 @@ def _argument(role: str, parameter: inspect.Parameter) -> Argument:
         return lambda request: request["text"]
     if role in TRUTH_NAMES:
         return lambda request: request["truth"]
-    if role in ("prompt", "data_source"):
+    if role in ROW_NAMES:
         return lambda request: request[role]
 
     def column(request: Request) -> Any:
@@ -131,7 +142,10 @@ def _number(value: Any, what: str) -> float:
     if not isinstance(value, numbers.Real) and not _is_truth(value):
         raise ValueError(f"{what} is {_short(value)} of type {type(value).__name__}; it must be a number, or the "
                          "result a dict with `reward`")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError(f"{what} is {_short(value)}; it must be finite") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}; it must be finite")
     return number
@@ -140,6 +154,14 @@ def _number(value: Any, what: str) -> float:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _raised(error: BaseException) -> str:
+    """`OSError: no net (reward.py:12)`: with the deepest line of the user's own files, where there is one."""
+    places = [f"{os.path.relpath(frame.filename)}:{frame.lineno}"
+              for frame in traceback.extract_tb(error.__traceback__)
+              if frame.filename.startswith(os.getcwd() + os.sep) and os.path.abspath(frame.filename) != __file__]
+    return f"{type(error).__name__}: {error}" + (f" ({places[-1]})" if places else "")
 
 
 def _serve(cwd: str, target: str, replies: TextIO) -> None:
@@ -159,9 +181,9 @@ def _serve(cwd: str, target: str, replies: TextIO) -> None:
         function = load(target, cwd)
         positional, by_name, takes_columns = bind(function)
     except (Exception, SystemExit) as error:  # a user's file may raise anything; the parent names it
-        reply({"error": f"{type(error).__name__}: {error}"})
+        reply({"error": _raised(error)})
         return
-    reply({"ready": True})
+    reply({"ready": True, "columns": needed_columns(function)})
     while True:
         request = json.loads(requests.get())
         try:
@@ -171,7 +193,7 @@ def _serve(cwd: str, target: str, replies: TextIO) -> None:
                              **{name: take(request) for name, take in by_name.items()}, **rest)
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the parent names it
             traceback.print_exc()
-            reply({"error": f"raised {type(error).__name__}: {error}"})
+            reply({"error": f"raised {_raised(error)}"})
             continue
         try:
             reply({"score": as_score(value)})

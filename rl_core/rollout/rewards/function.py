@@ -66,8 +66,12 @@ class FunctionScorer:
     function now and raises ConfigError if that fails; otherwise the first call does (RewardError).
     """
 
-    def __init__(self, reward: str, *, cwd: Path, deadline_s: float, allowed: Sequence[str] = ()) -> None:
+    def __init__(self, reward: str, *, cwd: Path, deadline_s: float, allowed: Sequence[str] = (),
+                 quiet: bool = False) -> None:
+        """`quiet` leaves out what the function prints; else it goes to this process's stderr."""
         check_target(reward, cwd, allowed)
+        self._quiet = quiet
+        self._columns: tuple[str, ...] = ()
         self._target = reward
         self._cwd = cwd.resolve()
         self._deadline_s = deadline_s
@@ -89,10 +93,11 @@ class FunctionScorer:
             raise RewardError(f"reward {self._target}: {reply['error']}")
         return Score(**reply["score"])
 
-    def start(self) -> None:
-        """Load the function. Raises ConfigError with its error."""
+    def start(self) -> tuple[str, ...]:
+        """Load the function. Returns the columns that a row must have for it. Raises ConfigError with its error."""
         with self._calls:
             self._running(ConfigError)
+            return self._columns
 
     def close(self) -> None:
         """End the child, also in the middle of a call (which raises RewardError). Idempotent, quick."""
@@ -115,6 +120,7 @@ class FunctionScorer:
         if "error" in reply:
             _kill(child)
             raise kind(f"reward {self._target}: cannot be loaded: {reply['error']}")
+        self._columns = tuple(reply["columns"])
         return child
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -122,8 +128,8 @@ class FunctionScorer:
         # A group of its own, so that whatever the function starts ends with it; no user input ever reaches a shell.
         return subprocess.Popen(
             [sys.executable, "-m", "rl_core.rollout.rewards.child", str(self._cwd), self._target],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, cwd="/",
-            start_new_session=True)
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if self._quiet else None,
+            env={**os.environ, "PYTHONPATH": path}, cwd="/", start_new_session=True)
 
     def _send(self, child: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
         assert child.stdin is not None

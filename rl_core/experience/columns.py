@@ -1,0 +1,133 @@
+"""Columns of a shard as bytes and as numpy views: their digests, and their values without a copy.
+
+Arrow has no checksum, so every column carries an xxh3 of what it means: values, offsets, nulls where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from rl_core.errors import ShardCorrupt
+from rl_core.experience.schema import cached_schema
+
+
+def _bytes(buffer: pa.Buffer | None, nbytes: int) -> memoryview:
+    """The first `nbytes` of a buffer. Raises ShardCorrupt where it holds fewer."""
+    if nbytes == 0:
+        return memoryview(b"")
+    if buffer is None or not 0 <= nbytes <= buffer.size:
+        raise ShardCorrupt(f"a buffer holds {0 if buffer is None else buffer.size} bytes, {nbytes} are needed")
+    return memoryview(cast(Any, buffer))[:nbytes]
+
+
+def _bits(bitmap: pa.Buffer, n: int) -> NDArray[np.uint8]:
+    return np.unpackbits(np.frombuffer(_bytes(bitmap, (n + 7) // 8), np.uint8), count=n, bitorder="little")
+
+
+Plan = tuple[int | tuple["Plan", ...], ...]
+"""The way through a type's buffers: LIST or STRING or the width of a value in bytes, level by level; a struct is the
+plans of its children."""
+LIST, STRING = 0, -1
+
+
+def _plan(kind: pa.DataType) -> Plan:
+    if pa.types.is_struct(kind):
+        return (tuple(_plan(child.type) for child in kind),)
+    if pa.types.is_list(kind):
+        return (LIST, *_plan(kind.value_type))
+    if pa.types.is_string(kind):
+        return (STRING,)
+    if pa.types.is_primitive(kind) and kind.bit_width >= 8:
+        return (kind.bit_width // 8,)
+    raise ShardCorrupt(f"columns of type {kind} have no digest")
+
+
+def _hash(update: Callable[[Any], None], plan: Plan, n: int, buffers: Iterator[pa.Buffer | None]) -> None:
+    """Bytes of `n` values of one type, in the order of Arrow's buffers: nulls where there are any, offsets, values.
+
+    Only bytes that mean something are hashed: Arrow pads buffers, and leaves out the bitmap of a column without nulls.
+    """
+    for step in plan:
+        if (validity := next(buffers)) is not None and n:
+            bits = _bits(validity, n)
+            if not bits.all():
+                update(np.packbits(bits).tobytes())
+        if isinstance(step, tuple):
+            for child in step:
+                _hash(update, child, n, buffers)
+        elif step > 0:
+            update(_bytes(next(buffers), n * step))
+        else:
+            offsets = _bytes(next(buffers), 4 * (n + 1) if n else 0)
+            update(offsets)
+            n = int.from_bytes(offsets[-4:], "little", signed=True)
+            if step == STRING:
+                update(_bytes(next(buffers), n))
+
+
+@lru_cache(maxsize=64)
+def _shard_plans(parts: tuple[str, ...]) -> tuple[Plan, ...]:
+    return tuple(_plan(field.type) for field in cached_schema(parts))
+
+
+def column_digests(batch: pa.RecordBatch) -> dict[str, str]:
+    """xxh3_64 of the bytes of every column, 16 hex digits, by name in schema order.
+
+    The same before writing and after reading. Raises ShardCorrupt where a buffer is shorter than its column.
+    """
+    schema, columns = batch.schema, batch.columns
+    parts = tuple(field.name for field in schema.field("reward_parts").type)
+    if schema.equals(cached_schema(parts)):
+        plans = _shard_plans(parts)
+    else:
+        plans = tuple(_plan(column.type) for column in columns)
+    digests: dict[str, str] = {}
+    for name, plan, column in zip(schema.names, plans, columns, strict=True):
+        assert column.offset == 0, "digests are of whole columns"
+        state = xxhash.xxh3_64()
+        _hash(state.update, plan, len(column), iter(column.buffers()))
+        digests[name] = state.hexdigest()
+    return digests
+
+
+def digest_of_digests(pairs: Iterable[tuple[str, str]]) -> str:
+    """One digest over named digests in their order: the shard's identity in a claim, or the seal of its metadata."""
+    return xxhash.xxh3_64_hexdigest("\n".join(f"{name}={value}" for name, value in pairs).encode())
+
+
+def valid_bits(array: pa.Array) -> NDArray[np.bool_]:
+    """True where the array is not null."""
+    bitmap = array.buffers()[0]
+    if bitmap is None:
+        return np.ones(len(array), np.bool_)
+    return _bits(bitmap, len(array)).view(np.bool_)
+
+
+def fixed_values(array: pa.Array) -> NDArray[Any]:
+    """Values of a column of a fixed width: a read-only view. (`Array.to_numpy` would import pandas.)"""
+    kind = array.type
+    letter = "f" if pa.types.is_floating(kind) else "u" if pa.types.is_unsigned_integer(kind) else "i"
+    width = kind.bit_width // 8
+    return np.frombuffer(_bytes(array.buffers()[1], len(array) * width), f"{letter}{width}")
+
+
+def list_offsets(column: pa.Array) -> NDArray[np.int32]:
+    """Offsets of a list column [lists + 1]: a read-only view."""
+    return np.frombuffer(_bytes(column.buffers()[1], 4 * (len(column) + 1)), np.int32)
+
+
+def list_values(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """`(offsets, values)` of a list column of at least one list: read-only views."""
+    return list_offsets(column), fixed_values(column.values)
+
+
+def token_values(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[Any]]:
+    """`(response offsets of groups, token offsets of responses, values)` of a `list<list<T>>` column: views."""
+    return list_offsets(column), *list_values(column.values)

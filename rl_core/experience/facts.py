@@ -1,0 +1,92 @@
+"""The small columns of a claim's shards: everything but the tokens, one numpy index away.
+
+Shape suffixes as in reader.py: `_N` trajectories of the claim, `_G` its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rl_core.experience.columns import fixed_values, list_values, token_values, valid_bits
+
+
+def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """`starts_of([2, 3])` -> `[0, 2, 5]`."""
+    out = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def members_of(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`members_of([7, 2], [3, 1])` -> `[7, 8, 9, 2]`: ranges of `counts` numbers from `starts`, one after the other."""
+    ends = starts_of(counts)
+    return np.repeat(starts - ends[:-1], counts) + np.arange(int(ends[-1]), dtype=np.int64)
+
+
+class ClaimFacts:
+    """The small columns of all shards of a claim, put one after the other and read by group, response or run number.
+
+    Everything but the token columns: cheap to copy, and then every choice of rows is one numpy index.
+    """
+
+    def __init__(self, batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64]) -> None:
+        self._batches = batches
+        tokens = [token_values(batch.column("response_ids"))[:2] for batch in batches]
+        runs = [token_values(batch.column("ver_run_end"))[1] for batch in batches]
+        first_row = starts_of(np.array([batch.num_rows for batch in batches]))
+        first_response = starts_of(np.array([inner.size - 1 for _, inner in tokens]))
+        responses_of_row = np.concatenate([np.diff(outer) for outer, _ in tokens]).astype(np.int64)
+        runs_of_response = np.concatenate([np.diff(offsets) for offsets in runs]).astype(np.int64)
+        self.row_G = first_row[shard_G] + row_G
+        self.n_responses_G = responses_of_row[self.row_G]
+        self.response_N = members_of(starts_of(responses_of_row)[self.row_G], self.n_responses_G)
+        """Number of each trajectory of the claim among the responses of all shards."""
+        self.shard_N = np.searchsorted(first_response, self.response_N, side="right") - 1
+        self.begin_N = np.concatenate([inner[:-1] for _, inner in tokens])[self.response_N]
+        """First token of each trajectory in its shard."""
+        self.length_N = np.concatenate([np.diff(inner) for _, inner in tokens])[self.response_N].astype(np.int32)
+        self._first_run = starts_of(runs_of_response)
+        self._runs_of_response = runs_of_response
+
+    def by_group(self, name: str, child: str | None = None) -> NDArray[Any]:
+        """A scalar column (or one field of a struct), one entry per group of the claim."""
+        columns = [batch.column(name) if child is None else batch.column(name).field(child) for batch in self._batches]
+        return np.concatenate([fixed_values(column) for column in columns])[self.row_G]
+
+    def by_response(self, name: str) -> NDArray[Any]:
+        """A column of one entry per response, one entry per trajectory of the claim."""
+        return np.concatenate([list_values(batch.column(name))[1] for batch in self._batches])[self.response_N]
+
+    def correct(self) -> NDArray[np.float32]:
+        """`correct` by trajectory; NaN for the groups where it is null."""
+        parts: list[NDArray[np.float32]] = []
+        for batch in self._batches:
+            column = batch.column("correct")
+            said = np.repeat(valid_bits(column), fixed_values(batch.column("n_responses")))
+            values = np.full(said.size, np.nan, np.float32)
+            values[said] = list_values(column)[1]
+            parts.append(values)
+        return np.concatenate(parts)[self.response_N]
+
+    def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(prompt ids of all groups of the claim, flat; their offsets [groups + 1])."""
+        columns = [list_values(batch.column("prompt_ids")) for batch in self._batches]
+        first = starts_of(np.concatenate([np.diff(offsets) for offsets, _ in columns]))
+        lengths = np.diff(first)[self.row_G]
+        ids = np.concatenate([values for _, values in columns])[members_of(first[self.row_G], lengths)]
+        return ids, starts_of(lengths).astype(np.int32)
+
+    def runs(self, mine_N: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Version runs of the chosen trajectories, in order: (version, tokens) of each run."""
+        ends = np.concatenate([token_values(batch.column("ver_run_end"))[2] for batch in self._batches])
+        versions = np.concatenate([token_values(batch.column("ver_run_value"))[2] for batch in self._batches])
+        tokens = np.diff(ends, prepend=np.int32(0))
+        tokens[self._first_run[:-1]] = ends[self._first_run[:-1]]
+        mine = self.response_N[mine_N]
+        chosen = members_of(self._first_run[mine], self._runs_of_response[mine])
+        return versions[chosen], tokens[chosen]
