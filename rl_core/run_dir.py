@@ -78,8 +78,11 @@ def replace_file(path: Path, data: bytes) -> None:
     """Last writer wins. Only for views that can be made again (status, service addresses), never for records."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}.tmp")
-    tmp.write_bytes(data)
-    os.replace(tmp, path)
+    try:
+        tmp.write_bytes(data)
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)  # of a disk that is full
 
 
 def to_json(payload: dict[str, Any]) -> bytes:

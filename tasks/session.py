@@ -112,8 +112,9 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """Note a failure by its first cause: a claim that a dead pump starved raises the pump's error itself."""
-        self.run.logs.mkdir(parents=True, exist_ok=True)
-        (self.run.logs / f"failure-{self.attempt:06d}.txt").write_text("".join(traceback.format_exception(error)))
+        with suppress(OSError):  # a full disk may be the cause itself, and is what shall be said
+            self.run.logs.mkdir(parents=True, exist_ok=True)
+            (self.run.logs / f"failure-{self.attempt:06d}.txt").write_text("".join(traceback.format_exception(error)))
         self.stop.set()
         self.finish("failed", error=type(error).__name__, message=str(error))
 

@@ -5,9 +5,10 @@ Arrow has no checksum, so every column carries an xxh3 of what it means: values,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import struct
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,13 +19,13 @@ from rl_core.errors import ShardCorrupt
 from rl_core.experience.schema import cached_schema
 
 
-def _bytes(buffer: pa.Buffer | None, nbytes: int) -> memoryview:
+def _bytes(buffer: Any, nbytes: int) -> memoryview:
     """The first `nbytes` of a buffer. Raises ShardCorrupt where it holds fewer."""
     if nbytes == 0:
         return memoryview(b"")
     if buffer is None or not 0 <= nbytes <= buffer.size:
         raise ShardCorrupt(f"a buffer holds {0 if buffer is None else buffer.size} bytes, {nbytes} are needed")
-    return memoryview(cast(Any, buffer))[:nbytes]
+    return memoryview(buffer)[:nbytes]
 
 
 def _bits(bitmap: pa.Buffer, n: int) -> NDArray[np.uint8]:
@@ -35,6 +36,7 @@ Plan = tuple[int | tuple["Plan", ...], ...]
 """The way through a type's buffers: LIST or STRING or the width of a value in bytes, level by level; a struct is the
 plans of its children."""
 LIST, STRING = 0, -1
+LAST_OFFSET = struct.Struct("<i")
 
 
 def _plan(kind: pa.DataType) -> Plan:
@@ -49,27 +51,35 @@ def _plan(kind: pa.DataType) -> Plan:
     raise ShardCorrupt(f"columns of type {kind} have no digest")
 
 
-def _hash(update: Callable[[Any], None], plan: Plan, n: int, buffers: Iterator[pa.Buffer | None]) -> None:
+def _hash(update: Callable[[Any], None], plan: Plan, n: int, buffers: list[Any], at: int) -> int:
     """Bytes of `n` values of one type, in the order of Arrow's buffers: nulls where there are any, offsets, values.
 
     Only bytes that mean something are hashed: Arrow pads buffers, and leaves out the bitmap of a column without nulls.
+    `buffers[at]` is the first of this type's buffers; returns where those of the next one begin.
     """
     for step in plan:
-        if (validity := next(buffers)) is not None and n:
+        validity, at = buffers[at], at + 1
+        if validity is not None and n:
             bits = _bits(validity, n)
             if not bits.all():
                 update(np.packbits(bits).tobytes())
         if isinstance(step, tuple):
             for child in step:
-                _hash(update, child, n, buffers)
-        elif step > 0:
-            update(_bytes(next(buffers), n * step))
-        else:
-            offsets = _bytes(next(buffers), 4 * (n + 1) if n else 0)
-            update(offsets)
-            n = int.from_bytes(offsets[-4:], "little", signed=True)
-            if step == STRING:
-                update(_bytes(next(buffers), n))
+                at = _hash(update, child, n, buffers, at)
+            continue
+        size = n * step if step > 0 else 4 * (n + 1) if n else 0
+        if size:
+            data = buffers[at]
+            if data is None or not 0 < size <= data.size:
+                raise ShardCorrupt(f"a buffer holds {0 if data is None else data.size} bytes, {size} are needed")
+            update(data if data.size == size else memoryview(data)[:size])
+            if step <= 0:
+                (n,) = LAST_OFFSET.unpack_from(data, size - 4)
+        at += 1
+        if step == STRING:
+            update(_bytes(buffers[at], n))
+            at += 1
+    return at
 
 
 @lru_cache(maxsize=64)
@@ -92,7 +102,7 @@ def column_digests(batch: pa.RecordBatch) -> dict[str, str]:
     for name, plan, column in zip(schema.names, plans, columns, strict=True):
         assert column.offset == 0, "digests are of whole columns"
         state = xxhash.xxh3_64()
-        _hash(state.update, plan, len(column), iter(column.buffers()))
+        _hash(state.update, plan, len(column), column.buffers(), 0)
         digests[name] = state.hexdigest()
     return digests
 

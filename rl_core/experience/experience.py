@@ -122,7 +122,7 @@ class Experience:
         self.leases.end(outcome.group_id)
         slot = Slot(dataset_epoch=outcome.dataset_epoch, position=outcome.position, try_no=outcome.try_no)
         key = group_key(outcome.group_id)
-        if key not in self.index.claimed and not self.index.waits(key):
+        if key not in self.index.claimed:
             if outcome.kind != "failed":
                 self._final.add(key)
             self.index.add_ended([key])
@@ -461,7 +461,11 @@ class Experience:
             return granted
 
     def outcome(self, outcome: Outcome) -> bool:
-        """A worker says that a group ended without a row. True if that is news. A landed row counts more."""
+        """A worker says that a group ended without a row. True if that is news.
+
+        Should there be a row all the same (a worker that was believed dead), a claim counts more, a waiting row less:
+        the next try is on its way.
+        """
         with self.changed:
             if news := self._note_outcome(outcome, live=True):
                 self._settle()

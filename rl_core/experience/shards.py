@@ -58,7 +58,8 @@ def _serialise(batch: pa.RecordBatch, metadata: Mapping[str, str]) -> list[memor
         writer.write_batch(batch)
     pieces: list[memoryview] = []
     for large, run in itertools.groupby(sink.pieces, lambda piece: len(piece) >= JOIN_BELOW):
-        pieces += [memoryview(piece) for piece in run] if large else [memoryview(b"".join(run))]
+        neighbours = list(run)
+        pieces += map(memoryview, neighbours if large else [b"".join(neighbours)])
     return pieces
 
 

@@ -15,29 +15,15 @@ def timed(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
     return clock() - start
 
 
-def side_by_side(*runs: Callable[[], Any], rounds: int, tidy: Callable[[], Any] = lambda: None) -> list[float]:
-    """Median wall seconds of each, taken in turn, so that a busy moment meets all of them. `tidy` follows each call."""
-    return [statistics.median(column) for column in _in_turn(runs, rounds, time.perf_counter, tidy)]
+def side_by_side(*runs: Callable[[], Any], rounds: int,
+                 clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Median wall seconds of each, taken in turn, so that a busy moment meets all of them.
 
-
-def processor_side_by_side(*runs: Callable[[], Any], rounds: int,
-                           tidy: Callable[[], Any] = lambda: None) -> list[float]:
-    """Least processor seconds of each, taken in turn: for work of one thread on memory, which waits for nothing.
-
-    Time that other processes take is not counted, and the fastest round is the one that was disturbed least.
+    With `clock=time.process_time` processor seconds: for work of one thread on memory, which waits for nothing, and so
+    is measured without the time that other processes take.
     """
-    return [min(column) for column in _in_turn(runs, rounds, time.process_time, tidy)]
-
-
-def _in_turn(runs: tuple[Callable[[], Any], ...], rounds: int, clock: Callable[[], float],
-             tidy: Callable[[], Any]) -> list[tuple[float, ...]]:
-    taken: list[list[float]] = []
-    for _ in range(rounds):
-        taken.append([])
-        for run in runs:
-            taken[-1].append(timed(run, clock))
-            tidy()
-    return list(zip(*taken, strict=True))
+    taken = [[timed(run, clock) for run in runs] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*taken, strict=True)]
 
 
 def figure(name: str, value: float | None, unit: str, bar: str | None = None, **more: Any) -> dict[str, Any]:

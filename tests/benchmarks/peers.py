@@ -136,7 +136,7 @@ def build_jagged(samples: Sequence[Any]) -> Any:
 
 
 def verl_queue(groups: Sequence[Any], make: Any, build: Any, rounds: int) -> dict[str, float]:
-    """Pickle and put every group (median round), then take one by one, load and concatenate (fastest round)."""
+    """Groups/s, median of rounds: pickle and put every group; then take one by one, load and concatenate."""
     ray = start_ray()
     queue = ray.remote(MessageQueue).remote(len(groups))
     samples = [make(group) for group in groups]
@@ -153,7 +153,7 @@ def verl_queue(groups: Sequence[Any], make: Any, build: Any, rounds: int) -> dic
         get.append(time.perf_counter() - start)
         assert len(batch)
     ray.shutdown()
-    return {"put": len(groups) / float(np.median(put)), "get": len(groups) / min(get),
+    return {"put": len(groups) / float(np.median(put)), "get": len(groups) / float(np.median(get)),
             "bytes": size / len(groups)}
 
 
@@ -211,7 +211,7 @@ def transfer_queue(groups: Sequence[Any], rounds: int) -> dict[str, float]:
             assert batch.batch_size[0] == len(every)
             tq.kv_clear(keys=every, partition_id=partition)
         result[f"put{suffix}"] = len(groups) / float(np.median(put))
-        result[f"get{suffix}"] = len(groups) / min(get)
+        result[f"get{suffix}"] = len(groups) / float(np.median(get))
     tq.close()
     ray.shutdown()
     return result

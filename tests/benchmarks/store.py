@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from rl_core.experience.shards import ShardWriter, map_shard, verify_shard
 from rl_core.experience.staging import Staging
 from rl_core.run_dir import RunDir, fsync_dir
 from rl_core.types import Claim, ShardRef, TrajectoryGroup
-from tests.benchmarks.measure import figure, processor_side_by_side, side_by_side, timed
+from tests.benchmarks.measure import figure, side_by_side, timed
 from tests.benchmarks.peers import PACKAGES, TRANSFER_QUEUE
 from tests.benchmarks.store_claims import claim_figures
 from tests.builders import long_groups, make_claim, make_run, make_versions
@@ -78,10 +79,10 @@ def land_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict
 
 
 def land_seconds(root: Path, parts: Sequence[Sequence[TrajectoryGroup]], *, fsync: bool) -> list[float]:
-    """Seconds of: one new file of the same bytes, landing batches, building and landing them.
+    """Median seconds of: one new file of the same bytes, landing batches, building and landing them.
 
-    With fsync median wall seconds, without the least processor seconds: then it is copies and system calls only. Files
-    are removed after every call, so that none of the three meets a page cache that another one filled.
+    With fsync wall seconds; without, processor seconds, since then it is copies and system calls only. Files stay, as
+    those of a run do.
     """
     run, writer = writer_in(root, fsync=fsync)
     batches = [groups_to_batch(part) for part in parts]
@@ -96,16 +97,8 @@ def land_seconds(root: Path, parts: Sequence[Sequence[TrajectoryGroup]], *, fsyn
             writer.land(part)
 
     land_groups()
-    scratch = Path(tempfile.mkdtemp(dir=root))
-    one_file = write_one_file(scratch, shard_bytes(run, writer, len(parts)), fsync=fsync)
-
-    def tidy() -> None:
-        for path in [*run.stream(writer.stream).glob("*.arrow"), *scratch.iterdir()]:
-            path.unlink()
-
-    tidy()
-    take = side_by_side if fsync else processor_side_by_side
-    return take(one_file, land, land_groups, rounds=15, tidy=tidy)
+    one_file = write_one_file(Path(tempfile.mkdtemp(dir=root)), shard_bytes(run, writer, len(parts)), fsync=fsync)
+    return side_by_side(one_file, land, land_groups, rounds=9, clock=time.perf_counter if fsync else time.process_time)
 
 
 def write_one_file(directory: Path, data: bytes, *, fsync: bool) -> Callable[[], None]:
@@ -161,10 +154,12 @@ def stage_seconds(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], floa
     batches, *places = token_places(run, claim)
     views = token_views(batches)
     memcpy = copy_of(9 * int(places[2].sum()))
-    copy, from_warm = processor_side_by_side(memcpy, lambda: copy_tokens(views, *places, staging), rounds=40)
-    from_cold, whole = processor_side_by_side(
+    copy, from_warm = side_by_side(memcpy, lambda: copy_tokens(views, *places, staging), rounds=25,
+                                   clock=time.process_time)
+    from_cold, whole = side_by_side(
         lambda: copy_tokens(token_views([map_shard(path)[0] for path in paths]), *places, staging),
-        lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging), rounds=15)
+        lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging), rounds=15,
+        clock=time.process_time)
     return batches, copy, from_warm, from_cold, whole
 
 
@@ -174,7 +169,8 @@ def verify_figures(batches: Sequence[pa.RecordBatch], per_shard: int, bar: str |
         for batch in batches:
             column_digests(batch)
 
-    copy, hashed = processor_side_by_side(copy_of(sum(batch.nbytes for batch in batches)), digests, rounds=25)
+    copy, hashed = side_by_side(copy_of(sum(batch.nbytes for batch in batches)), digests, rounds=25,
+                                clock=time.process_time)
     yield figure(f"store/verify_xxh3_{per_shard}", hashed / copy, "x memcpy", bar)
 
 
@@ -198,7 +194,7 @@ def shard_paths(run: RunDir, claim: Claim) -> list[Path]:
 def peer_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
     """Durable landing and reading of 128 groups, 16 a shard, against what the queues do with the same groups.
 
-    Ours is measured before and after each of them. Puts: medians; gets: the fastest round, theirs too.
+    Ours is measured before and after each of them; medians of rounds everywhere.
     """
     for peer, (put_bar, get_bar) in PEER_BARS.items():
         before = own_rates(root, groups)
@@ -230,13 +226,13 @@ def own_rates(root: Path, groups: Sequence[TrajectoryGroup]) -> dict[str, float]
         for part in slices(groups, 16):
             writer.land(part)
 
-    put_s = float(np.median([timed(put) for _ in range(5)]))
+    (put_s,) = side_by_side(put, rounds=5)
     shards = len(groups) // 16
     claim = make_claim(run, [ShardRef(stream=writer.stream, seq=writer.next_seq - 1 - i) for i in range(shards)])
     staging, versions = Staging(), make_versions(5)
     read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging)
-    get_s = min(timed(lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging))
-                for _ in range(15))
+    (get_s,) = side_by_side(lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging),
+                            rounds=15)
     return {"put": len(groups) / put_s, "get": len(groups) / get_s,
             "bytes": len(shard_bytes(run, writer, shards)) / len(groups)}
 

@@ -23,6 +23,7 @@ from rl_core.config import Config
 from rl_core.errors import DiskQuotaTooSmall, NothingToTrainOn, RunEnded, StalenessStarvation
 from rl_core.experience.audit import audit
 from rl_core.experience.experience import Experience
+from rl_core.experience.index import group_key
 from rl_core.experience.leases import Leased
 from rl_core.experience.ledger import EndOfData, claims
 from rl_core.experience.outcomes import put_outcome
@@ -184,8 +185,8 @@ class Simulation:
             assert outstanding <= bound, f"{outstanding} out against a bound of {bound}"
             self.workers[leased.worker].lease(self.lease_of(leased))
             leased.sent_at = self.now
-        in_flight = sum(len(worker.in_flight) for worker in self.workers.values())
-        assert in_flight <= self.config.max_groups, "the workers have more in flight than was leased to them"
+        in_flight = [name for worker in self.workers.values() for name in worker.in_flight if not self.is_known(name)]
+        assert len(in_flight) <= self.config.max_groups, "the workers have more in flight than was leased to them"
         held = list(self.experience.leases.by_id.values())
         for leased in [lease for lease in held if lease.cancel and not lease.cancel_sent]:
             leased.cancel_sent = True
@@ -226,6 +227,11 @@ class Simulation:
         self.experience.discover()
         self.experience.worker_ended(name)
         self.experience.serves(name, -1)
+
+    def is_known(self, name: str) -> bool:
+        """The group has landed or ended elsewhere: a worker that was believed dead has had it, too."""
+        key, index = group_key(name), self.experience.index
+        return key in index.claimed or key in index.ended or index.waits(key)
 
     def replace_worker(self) -> str:
         name = str(self.rng.choice(sorted(self.workers)))
