@@ -90,7 +90,7 @@ def _launch(console: Console, preset: str, overrides: Sequence[str], run_key: st
 
     run = run_dir(run_key)
     if is_completed(run):
-        return _completed(console, read_result(run)["summary"], str(run.figures), as_json=as_json)
+        return _completed(console, read_result(run), str(run.figures), as_json=as_json)
     refuse_if_alive(run)
     self_test(run.root.parent)  # before anything starts; every directory of the run is tested again in the set-up
     console.lines([f"  {what:<18} {value}" for what, value in describe(config, plan)])
@@ -203,7 +203,7 @@ def _ended(console: Console, state: Any, config: Config, run_key: str, *, as_jso
     result = read_result(run)
     resume = f"headway train --run-key {run_key} {' '.join(_same_command())}".rstrip()
     if state.is_completed():
-        return _completed(console, result["summary"], str(run.figures), as_json=as_json)
+        return _completed(console, result, str(run.figures), as_json=as_json)
     if state.is_cancelled() or result.get("status") == "cancelled":
         name = result.get("signal", "SIGINT")
         from tasks.inspection import steps_done
@@ -234,8 +234,13 @@ def _same_command() -> list[str]:
     return words
 
 
-def _completed(console: Console, summary: dict[str, Any], figures: str, *, as_json: bool) -> int:
-    console.lines(summary_lines(summary) + next_lines(summary, figures))
+def _completed(console: Console, result: dict[str, Any], figures: str, *, as_json: bool) -> int:
+    summary, ended = result["summary"], result["ended"]
+    console.lines(summary_lines(summary))
+    if ended["reason"] == "data":
+        console.line(f"  the data ended after {ended['step']} steps; {ended['left_over']} groups are left over, "
+                     "too few for a step")
+    console.lines(next_lines(summary, figures))
     if as_json:
         console.line(json.dumps(summary))
     return 0

@@ -70,16 +70,23 @@ def train_steps(session: Session) -> None:
     with session.progress.stage("training"):
         session.rollout = continuous_rollout.submit(session)
         validate_unfinished(session)
-        validate_beside(session, session.first_step)
+        done = session.first_step
+        if validation_due(session, done):
+            validate_beside(session)
         for step in session.remaining_steps:
-            if train_step(session, step) is None:
+            session.ended = train_step(session, step)
+            if session.ended is not None:
                 break
             done = step + 1
             if validation_due(session, done):
-                validate_beside(session, done)
+                validate_beside(session)
             if checkpoint_due(session, done):
                 checkpoint(session, done)
         session.end_rollout()
+        session.ended = session.ended or session.claims.end()
+        validate_beside(session)
+        if checkpoint_due(session, done, last=True):
+            checkpoint(session, done)
         wait_for_validations(session)
 
 

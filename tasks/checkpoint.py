@@ -14,5 +14,6 @@ def checkpoint(session: Session, step: int) -> int:
     return session.learner.checkpoint()
 
 
-def checkpoint_due(session: Session, steps_done: int) -> bool:
-    return steps_done % session.config.checkpoint.every == 0 or steps_done == session.config.total_steps
+def checkpoint_due(session: Session, steps_done: int, *, last: bool = False) -> bool:
+    """Every `checkpoint.every` steps, and behind the last one."""
+    return last != (steps_done % session.config.checkpoint.every == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
@@ -31,7 +32,8 @@ def publish_report(session: Session) -> dict[str, Any]:
     if session.tracker.link is not None:
         create_link_artifact(link=session.tracker.link, link_text=f"MLflow run {identity.run_key}", key="mlflow-run",
                              description="Metrics, figures and parameters of this run")
-    session.finish("completed", figures=figures, summary=summary)
+    assert session.ended is not None
+    session.finish("completed", figures=figures, summary=summary, ended=asdict(session.ended))
     return summary
 
 

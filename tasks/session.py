@@ -25,6 +25,7 @@ from prefect.runtime import flow_run
 from rl_core.config import Config
 from rl_core.errors import DeadPart
 from rl_core.experience.experience import Experience
+from rl_core.experience.ledger import EndOfData
 from rl_core.metrics import PoolReading, pool_metrics, read_pool
 from rl_core.model_setup import model_digests, set_up_model
 from rl_core.records import recorded_steps
@@ -61,6 +62,8 @@ class Session:
         self.started_s = time.monotonic()
         self.stop = threading.Event()
         self.validations: list[Any] = []
+        self.validated: set[int] = set()
+        self.ended: EndOfData | None = None
         self.validating = threading.Lock()
         self._before: PoolReading | None = None
         self._artifact = ProgressArtifact(config.total_steps)
@@ -200,6 +203,7 @@ def _place_model(session: Session) -> None:
         return
     source = set_up_model(config, headway_home() / "models",
                           lambda done, total: progress.set(state="warming up", warmed_up=[done, total]))
+    progress.set(state="starting")
     aside = run.root / f".model-{os.getpid()}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(source, aside)

@@ -58,8 +58,10 @@ class LearnerGroup:
             self.call("train", step, deadline_s=self._config.deadlines.step_s)
         return first
 
-    def train(self, step: int) -> StepRecord:
-        """Train the claimed step; a dead group is brought up again within its budget and trains the same claim."""
+    def train(self, step: int) -> StepRecord | None:
+        """Train the claimed step; a dead group is brought up again within its budget and trains the same claim.
+
+        None for a voided step."""
         while True:
             try:
                 return self.call("train", step, deadline_s=self._config.deadlines.step_s)
@@ -116,6 +118,12 @@ class Claims:
             return ahead[1].result()
         return self._experience.claim(step, self._config.deadlines.claim_s)
 
+    def end(self) -> EndOfData:
+        """Record that the steps are done."""
+        ended = self.take(self._config.total_steps)
+        assert isinstance(ended, EndOfData)
+        return ended
+
     def ahead(self, step: int) -> None:
         """Start claiming `step` in the background."""
         if step < self._config.total_steps:
@@ -127,13 +135,14 @@ class Claims:
 
 
 @task(name="train-step", task_run_name="train-step-{step}", cache_policy=NO_CACHE, persist_result=False)
-def train_step(session: Session, step: int) -> StepRecord | None:
-    """Claim step k and train it. None when the source has ended before a full claim."""
+def train_step(session: Session, step: int) -> EndOfData | None:
+    """Claim step k and train it. Returns how the source ended where it holds no full claim any more, else None."""
     claim = session.claims.take(step)
-    if not isinstance(claim, Claim):
-        return None
+    if isinstance(claim, EndOfData):
+        return claim
     if session.config.staleness.policy != "wait":  # that policy's hold begins when the step before is done
         session.claims.ahead(step + 1)
     record = session.learner.train(step)
-    session.saw_step(record)
-    return record
+    if record is not None:  # a voided step trains nothing
+        session.saw_step(record)
+    return None

@@ -29,21 +29,26 @@ def validate(session: Session, step: int, version: WeightVersion) -> dict[str, A
 
 
 def validation_due(session: Session, steps_done: int) -> bool:
-    config = session.config
-    return config.data.validation is not None and (
-        steps_done % config.validation.every == 0 or steps_done == config.total_steps)
+    """Before the first step and every `validation.every` steps; the flow adds the last one."""
+    return steps_done % session.config.validation.every == 0
 
 
-def validate_beside(session: Session, steps_done: int) -> None:
+def validate_beside(session: Session) -> None:
     """Submit the validation of the newest weights; the learner waits only if two are under way already."""
     version = newest_version(session.run)
     assert version is not None, "weights are published before the first step"
-    if session.config.data.validation is None or session.run.validation(version.step).exists():
+    if session.config.data.validation is None or version.step in session.validated \
+            or session.run.validation(version.step).exists():
         return
     pin(session.run, PIN, version.v)
     session.validations = [future for future in session.validations if not _done(future)]
     while len(session.validations) >= AT_MOST_WAITING:
         session.validations.pop(0).result()
+    _submit(session, version)
+
+
+def _submit(session: Session, version: WeightVersion) -> None:
+    session.validated.add(version.step)
     session.validations.append(validate.submit(session, version.step, version))
 
 
@@ -55,7 +60,7 @@ def validate_unfinished(session: Session) -> None:
         if session.run.validation(version.step).exists() or not session.run.weights(v).exists():
             unpin(session.run, PIN, v)
         elif session.config.data.validation is not None:
-            session.validations.append(validate.submit(session, version.step, version))
+            _submit(session, version)
 
 
 def wait_for_validations(session: Session) -> None:

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rl_core.errors import ShardCorrupt
-from rl_core.experience.schema import cached_schema
+from rl_core.experience.schema import cached_schema, schema_differs
 
 
 def _bytes(buffer: Any, nbytes: int) -> memoryview:
@@ -87,19 +87,27 @@ def _shard_plans(parts: tuple[str, ...]) -> tuple[Plan, ...]:
     return tuple(_plan(field.type) for field in cached_schema(parts))
 
 
+def _plans_of(schema: pa.Schema, columns: list[pa.Array]) -> tuple[Plan, ...]:
+    at = schema.get_field_index("reward_parts")
+    nested = at >= 0 and pa.types.is_struct(schema.field(at).type)
+    parts = tuple(field.name for field in schema.field(at).type) if nested else ()
+    if schema.equals(cached_schema(parts)):
+        return _shard_plans(parts)
+    if (difference := schema_differs(schema)) is not None:
+        raise ShardCorrupt(difference)
+    return tuple(_plan(column.type) for column in columns)
+
+
 def column_digests(batch: pa.RecordBatch) -> dict[str, str]:
     """xxh3_64 of the bytes of every column, 16 hex digits, by name in schema order.
 
-    The same before writing and after reading. Raises ShardCorrupt where a buffer is shorter than its column.
+    The same before writing and after reading. Raises ShardCorrupt for a schema that is not a shard's, and where a
+    buffer is shorter than its column.
     """
-    schema, columns = batch.schema, batch.columns
-    parts = tuple(field.name for field in schema.field("reward_parts").type)
-    if schema.equals(cached_schema(parts)):
-        plans = _shard_plans(parts)
-    else:
-        plans = tuple(_plan(column.type) for column in columns)
+    columns = batch.columns
+    plans = _plans_of(batch.schema, columns)
     digests: dict[str, str] = {}
-    for name, plan, column in zip(schema.names, plans, columns, strict=True):
+    for name, plan, column in zip(batch.schema.names, plans, columns, strict=True):
         assert column.offset == 0, "digests are of whole columns"
         state = xxhash.xxh3_64()
         _hash(state.update, plan, len(column), column.buffers(), 0)
@@ -136,6 +144,13 @@ def list_offsets(column: pa.Array) -> NDArray[np.int32]:
 def list_values(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:
     """`(offsets, values)` of a list column of at least one list: read-only views."""
     return list_offsets(column), fixed_values(column.values)
+
+
+def nested_offsets(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`(response offsets of groups, token offsets of responses)` of a `list<list<T>>` column: views."""
+    buffers, n = column.buffers(), len(column)
+    outer = np.frombuffer(_bytes(buffers[1], 4 * (n + 1)), np.int32)
+    return outer, np.frombuffer(_bytes(buffers[3], 4 * (int(outer[-1]) + 1)), np.int32)
 
 
 def token_values(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[Any]]:

@@ -16,9 +16,10 @@ from typing import Any
 
 from rl_core.errors import ShardCorrupt
 from rl_core.experience.shards import ShardInfo, map_shard, verify_shard
-from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
 from rl_core.types import Landed, ShardRef
 
+RESERVE_BYTES = 64 * 2**20
 SHARD_NAME = re.compile(r"(\d{8})\.arrow")
 
 
@@ -142,3 +143,23 @@ class Discovery:
         self.quarantined[ref] = error
         put_if_absent(self._run.quarantined(ref.stream, ref.seq), to_json({"stream": ref.stream, "seq": ref.seq,
                       "error": error, "ts_us": time.time_ns() // 1000}))
+
+
+def reserve_bytes(run: RunDir) -> int:
+    """One checkpoint + one version + 64 MiB; a checkpoint that is not there yet is reckoned as three versions."""
+    weights = [_dir_bytes(path) for _, path in list(numbered(run.weights_root, r"v-(\d{8})"))[-1:]]
+    checkpoints = [_dir_bytes(path) for _, path in list(numbered(run.checkpoints, r"n-(\d{9})"))[-1:]]
+    version = sum(weights)
+    return (sum(checkpoints) or 3 * version) + version + RESERVE_BYTES
+
+
+def _dir_bytes(directory: Path) -> int:
+    """Bytes of the files in a directory; what is pruned meanwhile counts 0."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

@@ -11,48 +11,39 @@ Whoever changes something notifies `changed`; whoever waits, waits on it:
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rl_core.config import Config
 from rl_core.errors import DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent, RunEnded
 from rl_core.experience import admission
 from rl_core.experience.admission import AdmissionState
-from rl_core.experience.discovery import Discovery
-from rl_core.experience.health import Health
-from rl_core.experience.index import Index, group_key, group_keys
-from rl_core.experience.leases import LeaseBook, Leased
+from rl_core.experience.discovery import RESERVE_BYTES, Discovery, reserve_bytes
+from rl_core.experience.index import group_key
+from rl_core.experience.known import Known
+from rl_core.experience.leases import Leased
 from rl_core.experience.ledger import (
     CONSUMER,
     EndOfData,
-    drop_files,
     group_ids_digest,
     put_claim,
     put_drops,
     put_end,
     read_claim,
-    read_claimed,
-    read_drops,
     read_end,
 )
-from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
-from rl_core.experience.positions import Positions, Slot
-from rl_core.experience.shards import ShardInfo
-from rl_core.experience.staleness import DROP_REASONS, LEASED_AGAIN, STALE, judge, rule_of
+from rl_core.experience.positions import Slot
+from rl_core.experience.staleness import DROP_REASONS
 from rl_core.run_dir import RunDir, check_attempt, numbered
-from rl_core.types import Claim, Drop, Landed, Outcome, OutcomeKind, group_id, parse_group_id
+from rl_core.types import Claim, Landed, Outcome, group_id, parse_group_id
 from rl_core.versions import read_versions
 
 POLL_S = 0.5
 """A claim that waits looks at its deadlines this often, and lists the streams itself while no pump does."""
-RESERVE_BYTES = 64 * 2**20
 
 EndOrClaim = Claim | EndOfData
 
@@ -69,104 +60,31 @@ class Experience:
         self.run, self.config, self.attempt, self.revision, self.consumer = run, config, attempt, revision, consumer
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.index = Index(rule_of(config))
-        self.positions = Positions()
-        self.leases = LeaseBook(attempt)
-        self.next_step = 0
-        """First step without a claim."""
+        self._known = Known(run, config, attempt, consumer=consumer, clock=clock)
+        self.index, self.positions, self.leases = self._known.index, self._known.positions, self._known.leases
+        self.discovery = Discovery(run, claimed_rows=self._known.rows_by_shard)
         self._clock = clock
-        self._health = Health(config, clock)
         self._listing = threading.Lock()
         self._listed = False
         self._failure: BaseException | None = None
         self._closed = False
         self._prompt_idx: Callable[[int, int], int] | None = None
-        self._final: set[int] = set()
-        self._outcomes_seen: set[str] = set()
         self._idx_of_version: dict[int, int] = {}
         self._hold: tuple[int, float] | None = None
         self._reserve = RESERVE_BYTES
-        self.discovery = Discovery(run, claimed_rows=self._load_claims())
-        for path in drop_files(run, consumer):
-            self._note_dropped(read_drops(path))
-        self._read_outcomes(live=False)
 
-    # -- loading
-
-    def _load_claims(self) -> dict[tuple[str, int], int]:
-        """All claims at once; returns the claimed rows by shard."""
-        claimed = read_claimed(self.run, self.consumer)
-        self._note_dropped(claimed.dropped)
-        if claimed.groups_G4.size:
-            self._note_claimed(claimed.groups_G4)
-        self.next_step = claimed.steps
-        return claimed.rows_by_shard
-
-    def _note_claimed(self, groups_G4: NDArray[np.int64]) -> None:
-        """Columns dataset_epoch, position, try, prompt_idx."""
-        epoch, position, try_no, prompt_idx = groups_G4.T
-        self.positions.known_array(epoch.astype(np.int32), position)
-        self.index.add_claimed(group_keys(epoch, prompt_idx, try_no))
-
-    def _read_outcomes(self, *, live: bool) -> bool:
-        """Outcomes that were not known. True if there were any."""
-        fresh = [name for name in outcome_ids(self.run) if name not in self._outcomes_seen]
-        for name in fresh:
-            self._note_outcome(read_outcome(self.run, name), live=live)
-        return bool(fresh)
-
-    def _note_outcome(self, outcome: Outcome, *, live: bool) -> bool:
-        if outcome.group_id in self._outcomes_seen:
-            return False
-        self._outcomes_seen.add(outcome.group_id)
-        self.leases.end(outcome.group_id)
-        slot = Slot(dataset_epoch=outcome.dataset_epoch, position=outcome.position, try_no=outcome.try_no)
-        key = group_key(outcome.group_id)
-        if key not in self.index.claimed:
-            if outcome.kind != "failed":
-                self._final.add(key)
-            self.index.add_ended([key])
-            self._note_ended(slot, key)
-        if live:
-            try:
-                self._health.failed(outcome)
-            except FailureBudgetSpent as error:
-                self.fail(error)
-        return True
-
-    def _note_dropped(self, drops: Sequence[Drop]) -> None:
-        """Where the row of a drop is not known (yet), its position follows when the row is found."""
-        keys = [group_key(drop.group_id) for drop in drops]
-        for drop, key in zip(drops, keys, strict=True):
-            if drop.reason not in LEASED_AGAIN:
-                self._final.add(key)
-            if (slot := self.index.slot_of(key)) is not None:
-                self._note_ended(slot, key)
-        self.index.add_ended(keys)
-
-    def _note_ended(self, slot: Slot, key: int) -> None:
-        if key in self._final:
-            self.positions.finished(slot)
-        else:
-            self.positions.ended(slot)
+    @property
+    def next_step(self) -> int:
+        """First step without a claim."""
+        return self._known.next_step
 
     def _settle(self) -> None:
-        """After news: record positions that used up their tries as given up, and wake everybody.
-
-        The outcome `given_up` stands under the id of the try that is not made, so that it never hides another one.
-        """
-        if self._prompt_idx is not None and self._listed:
-            for slot in self.positions.over(self.config.failure.max_tries):
-                prompt_idx = self._prompt_idx(slot.dataset_epoch, slot.position)
-                self._put_outcome(slot, group_id(slot.dataset_epoch, prompt_idx, slot.try_no), "given_up", "max_tries",
-                                  f"{slot.try_no} tries (failure.max_tries {self.config.failure.max_tries})")
+        """After news: what it leads to, and wake everybody."""
+        try:
+            self._known.settle(self._prompt_idx if self._listed else None)
+        except FailureBudgetSpent as error:
+            self.fail(error)
         self.changed.notify_all()
-
-    def _put_outcome(self, slot: Slot, name: str, kind: OutcomeKind, reason: str, error: str) -> None:
-        outcome = Outcome(group_id=name, kind=kind, reason=reason, error=error, try_no=slot.try_no,
-                          position=slot.position, dataset_epoch=slot.dataset_epoch)
-        put_outcome(self.run, outcome)
-        self._note_outcome(outcome, live=True)
 
     # -- discovery
 
@@ -183,33 +101,19 @@ class Experience:
             found = self.discovery.new(hints, full=full)
             for ref in found:
                 if (info := self.discovery.read(ref)) is not None:
-                    self._add_shard(info)
+                    with self.changed:
+                        self._known.add_shard(info)
+                        self._settle()
             if full:
-                self._reserve = _reserve_bytes(self.run)
+                self._reserve = reserve_bytes(self.run)
             with self.changed:
                 self._listed = True
-                news = not hints and self._read_outcomes(live=True)
+                news = not hints and self._known.read_outcomes()
                 for name in missing:
-                    self._end_missing(name)
+                    self._known.end_missing(name)
                 if found or news or missing or full:
                     self._settle()
             return len(found)
-
-    def _add_shard(self, info: ShardInfo) -> None:
-        with self.changed:
-            rows, waits_G = self.index.add_shard(info)
-            verdict_G = judge(self.config.idx(self.next_step), self.index.rule, idx_min_G=rows.idx_min,
-                              idx_max_G=rows.idx_max, n_responses_G=rows.n_responses, spread_G=rows.spread)
-            for i, name in enumerate(info.group_id):
-                slot = Slot(dataset_epoch=int(rows.dataset_epoch[i]), position=int(rows.position[i]),
-                            try_no=int(rows.try_no[i]))
-                self.leases.end(name)
-                self.positions.known(slot)
-                key = int(rows.key[i])
-                if key in self.index.ended and key not in self.index.claimed:
-                    self._note_ended(slot, key)
-            self._health.verified((verdict_G[waits_G] < STALE).tolist())
-            self._settle()
 
     # -- training side
 
@@ -243,7 +147,7 @@ class Experience:
                 return claim
             if (end := self._ended(step)) is not None:
                 return end
-            self._health.check(self._unusable_text())
+            self._known.health.check(self._unusable_text())
             if waited_s >= self.config.staleness.drops_after_s and self._record_drops(step):
                 return None
             self._check_disk(step)
@@ -291,12 +195,8 @@ class Experience:
             self._apply_claim(read_claim(self.run, self.next_step, self.consumer))
 
     def _apply_claim(self, claim: Claim) -> None:
-        self._note_dropped(claim.dropped)
-        if claim.groups:
-            self._note_claimed(_groups_array(claim))
-        self.next_step = claim.step + 1
+        self._known.add_claim(claim)
         self._hold = None
-        self._health.judged(len(claim.groups), claim.dropped)
         self._settle()
 
     def _record_drops(self, step: int) -> bool:
@@ -305,8 +205,7 @@ class Experience:
         if drops:
             put_drops(self.run, step, drops, attempt=self.attempt, consumer=self.consumer,
                       fsync=self.config.storage.fsync)
-            self._note_dropped(drops)
-            self._health.judged(0, drops)
+            self._known.add_drops(drops)
             self._settle()
         return bool(drops)
 
@@ -467,7 +366,7 @@ class Experience:
         the next try is on its way.
         """
         with self.changed:
-            if news := self._note_outcome(outcome, live=True):
+            if news := self._known.add_outcome(outcome):
                 self._settle()
             return news
 
@@ -477,11 +376,11 @@ class Experience:
             if (lease := self.leases.by_id.get(name)) is None:
                 return
             if lease.cancel:
-                self._put_outcome(lease.slot, name, "failed", "wait_timeout",
-                                  f"in flight since publication {lease.idx_dispatch}, held a claim for "
-                                  f"{self.config.staleness.wait_deadline_s:g} s")
+                self._known.put_outcome(lease.slot, name, "failed", "wait_timeout",
+                                        f"in flight since publication {lease.idx_dispatch}, held a claim for "
+                                        f"{self.config.staleness.wait_deadline_s:g} s")
             else:
-                self._lose(name)
+                self._known.lose(name)
             self._settle()
 
     def worker_ended(self, worker: str) -> None:
@@ -489,24 +388,8 @@ class Experience:
         with self.changed:
             self.leases.served.pop(worker, None)
             for lease in self.leases.of(worker):
-                self._lose(lease.group_id)
+                self._known.lose(lease.group_id)
             self._settle()
-
-    def _lose(self, name: str) -> None:
-        """A lease that left no trace: the same try is leased again, at most `max_leases` times, then it is poison."""
-        if (lease := self.leases.by_id.get(name)) is None:
-            return
-        if (times := self.leases.lose(name)) < self.config.failure.max_leases:
-            self.positions.lost(lease.slot)
-        else:
-            self._put_outcome(lease.slot, name, "poison", "max_leases",
-                              f"{times} workers died with this group in flight, or lost it")
-
-    def _end_missing(self, name: str) -> None:
-        """A live worker neither has the group in flight, nor landed it in a shard that can be read: another try."""
-        if (lease := self.leases.by_id.get(name)) is not None:
-            self._put_outcome(lease.slot, name, "failed", "lost",
-                              f"{lease.worker} does not name it any more, and no readable shard holds it")
 
     # -- views
 
@@ -562,29 +445,3 @@ class Experience:
         verdict_G = self.index.verdicts(self.config.idx(self.next_step))
         named = {name: int(np.count_nonzero(verdict_G == code)) for code, name in DROP_REASONS.items()}
         return ", ".join(f"{n} {name}" for name, n in named.items() if n)
-
-
-def _groups_array(claim: Claim) -> NDArray[np.int64]:
-    """Columns dataset_epoch, position, try, prompt_idx [G, 4]."""
-    rows = [(g.dataset_epoch, g.position, g.try_no, g.prompt_idx) for g in claim.groups]
-    return np.array(rows, np.int64).reshape(-1, 4)
-
-
-def _reserve_bytes(run: RunDir) -> int:
-    """One checkpoint + one version + 64 MiB; a checkpoint that is not there yet is reckoned as three versions."""
-    weights = [_dir_bytes(path) for _, path in list(numbered(run.weights_root, r"v-(\d{8})"))[-1:]]
-    checkpoints = [_dir_bytes(path) for _, path in list(numbered(run.checkpoints, r"n-(\d{9})"))[-1:]]
-    version = sum(weights)
-    return (sum(checkpoints) or 3 * version) + version + RESERVE_BYTES
-
-
-def _dir_bytes(directory: Path) -> int:
-    """Bytes of the files in a directory; what is pruned meanwhile counts 0."""
-    total = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total

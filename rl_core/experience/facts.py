@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rl_core.experience.columns import fixed_values, list_values, token_values, valid_bits
+from rl_core.experience.columns import fixed_values, list_values, nested_offsets, valid_bits
 
 
 def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
@@ -36,8 +36,8 @@ class ClaimFacts:
 
     def __init__(self, batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64]) -> None:
         self._batches = batches
-        tokens = [token_values(batch.column("response_ids"))[:2] for batch in batches]
-        runs = [token_values(batch.column("ver_run_end"))[1] for batch in batches]
+        tokens = [nested_offsets(batch.column("response_ids")) for batch in batches]
+        runs = [nested_offsets(batch.column("ver_run_end"))[1] for batch in batches]
         first_row = starts_of(np.array([batch.num_rows for batch in batches]))
         first_response = starts_of(np.array([inner.size - 1 for _, inner in tokens]))
         responses_of_row = np.concatenate([np.diff(outer) for outer, _ in tokens]).astype(np.int64)
@@ -83,8 +83,9 @@ class ClaimFacts:
 
     def runs(self, mine_N: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Version runs of the chosen trajectories, in order: (version, tokens) of each run."""
-        ends = np.concatenate([token_values(batch.column("ver_run_end"))[2] for batch in self._batches])
-        versions = np.concatenate([token_values(batch.column("ver_run_value"))[2] for batch in self._batches])
+        ends = np.concatenate([fixed_values(batch.column("ver_run_end").values.values) for batch in self._batches])
+        versions = np.concatenate([fixed_values(batch.column("ver_run_value").values.values)
+                                   for batch in self._batches])
         tokens = np.diff(ends, prepend=np.int32(0))
         tokens[self._first_run[:-1]] = ends[self._first_run[:-1]]
         mine = self.response_N[mine_N]

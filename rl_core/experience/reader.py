@@ -1,8 +1,7 @@
 """From a claim to arrays: every rank reads its own rows, from shards whose digests are checked again.
 
-Shards are read or mapped, verified, and their token columns copied once, at about the speed of memcpy, into staging
-buffers that are reused from claim to claim. What is verified is what is copied. Mapped memory never leaves this module:
-a write into it would be a SIGSEGV.
+Shards are mapped, verified, and their token columns copied once, at about the speed of memcpy, into staging buffers
+that are reused from claim to claim. Mapped memory never leaves this module: a write into it would be a SIGSEGV.
 
 Shape suffixes: `_N` trajectories of the whole claim, `_G` groups of the claim; flat token arrays hold this rank's
 trajectories only, in claim order.
@@ -29,9 +28,6 @@ from rl_core.experience.staging import Staging
 from rl_core.experience.verify import digested_batch, shard_key
 from rl_core.run_dir import RunDir
 from rl_core.types import FINISH_CODES, Claim, WeightVersion
-
-POOL_BYTES = 2**30
-"""Shards of a claim are read into memory up to this much, and mapped beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -97,10 +93,10 @@ def split_by_length(length_N: NDArray[np.int32], ranks: int) -> NDArray[np.int32
     return rank_N
 
 
-def _open(path: Path, claim: Claim, expected: str | None, buffer: NDArray[np.uint8] | None) -> pa.RecordBatch:
-    """Open one claimed shard and check that its data are what was verified and claimed."""
+def _open(path: Path, claim: Claim, expected: str | None) -> pa.RecordBatch:
+    """Map one claimed shard and check that its data are what was verified and claimed."""
     try:
-        batch, _, digests = digested_batch(path, buffer)
+        batch, digests = digested_batch(path)
     except (ShardCorrupt, FileNotFoundError) as error:
         raise ClaimedShardCorrupt(f"claim of step {claim.step}: {error}") from error
     if (found := digest_of_digests(digests.items())) != expected:
@@ -108,41 +104,22 @@ def _open(path: Path, claim: Claim, expected: str | None, buffer: NDArray[np.uin
     return batch
 
 
-def _buffers(paths: Sequence[Path], pool: Staging) -> list[NDArray[np.uint8] | None]:
-    """One buffer of the pool for every file, cut from one region; none where the files are gone or too large for it."""
-    try:
-        sizes = np.array([path.stat().st_size for path in paths], np.int64)
-    except FileNotFoundError:
-        return [None] * len(paths)
-    starts = starts_of((sizes + 63) // 64 * 64)
-    if starts[-1] > POOL_BYTES:
-        return [None] * len(paths)
-    region = pool.take("shards", int(starts[-1]), np.uint8)
-    return [region[start:start + size] for start, size in zip(starts[:-1].tolist(), sizes.tolist(), strict=True)]
+def open_claim(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int64]]:
+    """The mapped shards of a claim, verified again, and where its groups lie: (batches, shard of group, row of group).
 
-
-def open_claim(run: RunDir, claim: Claim, pool: Staging | None = None) -> tuple[
-        list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int64]]:
-    """The shards of a claim, verified again, and where its groups lie: (batches, shard of group, row of group).
-
-    With a pool they are read into it if they are not more than POOL_BYTES; else they are mapped. Raises
-    ClaimedShardCorrupt for a shard that is gone, has changed, or does not hold the claimed groups.
+    Raises ClaimedShardCorrupt for a shard that is gone, has changed, or does not hold the claimed groups.
     """
     keys = sorted({(group.stream, group.seq) for group in claim.groups})
     place = {key: i for i, key in enumerate(keys)}
-    paths = [run.shard(*key) for key in keys]
-    buffers = [None] * len(paths) if pool is None else _buffers(paths, pool)
-    batches = [_open(path, claim, claim.shard_digests.get(shard_key(*key)), buffer)
-               for path, key, buffer in zip(paths, keys, buffers, strict=True)]
+    batches = [_open(run.shard(*key), claim, claim.shard_digests.get(shard_key(*key))) for key in keys]
     ids: list[list[str]] = [batch.column("group_id").to_pylist() for batch in batches]
-    for group in claim.groups:
-        rows = ids[place[group.stream, group.seq]]
-        found = rows[group.row] if 0 <= group.row < len(rows) else "absent"
+    shard_G = [place[group.stream, group.seq] for group in claim.groups]
+    for shard, group in zip(shard_G, claim.groups, strict=True):
+        found = ids[shard][group.row] if 0 <= group.row < len(ids[shard]) else "absent"
         if found != group.group_id:
             raise ClaimedShardCorrupt(f"claim of step {claim.step}: row {group.row} of "
                                       f"{run.shard(group.stream, group.seq)} is {found}, not {group.group_id}")
-    return (batches, np.array([place[group.stream, group.seq] for group in claim.groups], np.int64),
-            np.array([group.row for group in claim.groups], np.int64))
+    return batches, np.array(shard_G, np.int64), np.array([group.row for group in claim.groups], np.int64)
 
 
 def read_claim_rows(run: RunDir, claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
@@ -155,15 +132,15 @@ def read_claim_rows(run: RunDir, claim: Claim, *, rank: int, ranks: int, version
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}")
-    batches, shard_G, row_G = open_claim(run, claim, None if staging is None else staging.scratch)
+    batches, shard_G, row_G = open_claim(run, claim)
     return stage_claim(batches, shard_G, row_G, claim, rank=rank, ranks=ranks, versions=versions,
                        staging=staging or Staging())
 
 
-def token_places(run: RunDir, claim: Claim, pool: Staging | None = None) -> tuple[
+def token_places(run: RunDir, claim: Claim) -> tuple[
         list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
     """Where the tokens of a claim lie: verified shards, and shard, first token and length of each trajectory."""
-    batches, shard_G, row_G = open_claim(run, claim, pool)
+    batches, shard_G, row_G = open_claim(run, claim)
     facts = ClaimFacts(batches, shard_G, row_G)
     return batches, facts.shard_N, facts.begin_N, facts.length_N
 

@@ -23,7 +23,6 @@ class Staging:
     def __init__(self, allocate: Callable[[int], NDArray[np.uint8]] = _plain) -> None:
         self._allocate = allocate
         self._buffers: dict[str, NDArray[np.uint8]] = {}
-        self._scratch: Staging | None = None
 
     def take(self, name: str, size: int, dtype: Any) -> NDArray[Any]:
         """`size` writable values of `dtype`, contents undefined."""
@@ -33,13 +32,6 @@ class Staging:
             buffer = self._allocate(nbytes + nbytes // 4 + 64)
             self._buffers[name] = buffer
         return buffer[:nbytes].view(dtype)
-
-    @property
-    def scratch(self) -> Staging:
-        """A second pool, of ordinary memory, for what is only passed through."""
-        if self._scratch is None:
-            self._scratch = Staging()
-        return self._scratch
 
     @property
     def nbytes(self) -> int:

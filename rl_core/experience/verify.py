@@ -7,11 +7,10 @@ xxh3 of each column into the file's metadata, and nothing is believed, or claime
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +23,7 @@ from rl_core.experience.schema import (
     RUN_COLUMNS,
     SCHEMA_VERSION,
     TOKEN_COLUMNS,
-    schema_differs,
 )
-from rl_core.experience.staging import Staging
 from rl_core.types import ShardRef, parse_group_id
 
 SEAL = "rl.seal"
@@ -88,61 +85,58 @@ def map_shard(path: Path) -> tuple[pa.RecordBatch, dict[str, str]]:
     The batch's buffers lie in the mapping: never write to them, never let them leave the reader. Raises ShardCorrupt
     for what is no Arrow file of one batch, OSError as it comes for a file that cannot be opened.
     """
+    batch = _mapped(path)
+    return batch, metadata_of(path, batch)
+
+
+def metadata_of(path: Path, batch: pa.RecordBatch) -> dict[str, str]:
+    """The file's own metadata (`rl.*`). Raises ShardCorrupt where it is not text."""
+    raw: Mapping[bytes, bytes] = batch.schema.metadata or {}
+    try:
+        return {key.decode(): value.decode() for key, value in raw.items()}
+    except UnicodeDecodeError as error:
+        raise ShardCorrupt(f"{path}: the metadata is not text ({error})") from error
+
+
+def _mapped(path: Path) -> pa.RecordBatch:
     if path.stat().st_size == 0:
         raise ShardCorrupt(f"{path}: the file is empty")
     with pa.memory_map(str(path)) as source:
         return _parse(path, source)
 
 
-def load_shard(path: Path, buffer: NDArray[np.uint8]) -> tuple[pa.RecordBatch, dict[str, str]]:
-    """`(batch, metadata)` of a shard file, read into the buffer, which holds it; raises as `map_shard` does.
-
-    Faster than a fresh mapping, whose pages fault one by one, where the buffer has been used before.
-    """
-    fd, at = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0
-    try:
-        while at < buffer.size and (got := os.preadv(fd, [cast(Any, buffer[at:])], at)):
-            at += got
-    finally:
-        os.close(fd)
-    return _parse(path, pa.BufferReader(pa.py_buffer(buffer[:at])))
-
-
-def _parse(path: Path, source: pa.NativeFile) -> tuple[pa.RecordBatch, dict[str, str]]:
+def _parse(path: Path, source: pa.NativeFile) -> pa.RecordBatch:
     try:
         reader = pa.ipc.open_file(source)
         if reader.num_record_batches != 1:
             raise ShardCorrupt(f"{path}: {reader.num_record_batches} record batches, a shard has one")
-        batch = reader.get_batch(0)
-        raw: Mapping[bytes, bytes] = batch.schema.metadata or {}
-        return batch, {key.decode(): value.decode() for key, value in raw.items()}
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        return reader.get_batch(0)
+    except (pa.ArrowException, OSError) as error:
         raise ShardCorrupt(f"{path}: not a whole Arrow file ({str(error).splitlines()[0]})") from error
 
 
-def digested_batch(path: Path, buffer: NDArray[np.uint8] | None = None) -> tuple[
-        pa.RecordBatch, dict[str, str], dict[str, str]]:
-    """`(batch, metadata, column digests as found)` of a file with a shard's schema, mapped or read into the buffer.
+def digested_batch(path: Path) -> tuple[pa.RecordBatch, dict[str, str]]:
+    """`(mapped batch, column digests as found)` of a file with a shard's schema.
 
-    Nothing is compared yet. Raises ShardCorrupt naming the file and what is wrong, OSError (FileNotFoundError) for a
-    file that cannot be opened.
+    Nothing is compared yet. Raises ShardCorrupt naming the file and what is wrong, FormatTooNew for a shard of a newer
+    Headway, OSError (FileNotFoundError) for a file that cannot be opened.
     """
-    batch, meta = map_shard(path) if buffer is None else load_shard(path, buffer)
+    batch = _mapped(path)
     try:
-        if (difference := schema_differs(batch.schema)) is not None:
-            raise ShardCorrupt(difference)
         batch.validate()  # lengths and buffer sizes: Arrow aborts the process over a negative length that it trusted
-        return batch, meta, column_digests(batch)
+        return batch, column_digests(batch)
     except (ShardCorrupt, pa.ArrowException, UnicodeDecodeError) as error:
-        raise ShardCorrupt(f"{path}: {_not_a_shard(path, meta) or error}") from error
+        problem = _not_a_shard(path, metadata_of(path, batch)) or error
+        raise ShardCorrupt(f"{path}: {problem}") from error
 
 
-def verified_batch(path: Path, buffer: NDArray[np.uint8] | None = None) -> tuple[pa.RecordBatch, dict[str, str], str]:
-    """`(batch, metadata, shard digest)` of a shard whose every byte of data is what the writer wrote.
+def verified_batch(path: Path) -> tuple[pa.RecordBatch, dict[str, str], str]:
+    """`(mapped batch, metadata, shard digest)` of a shard whose every byte of data is what the writer wrote.
 
     Raises as `digested_batch`, and FormatTooNew for a newer schema.
     """
-    batch, meta, found = digested_batch(path, buffer)
+    batch, found = digested_batch(path)
+    meta = metadata_of(path, batch)
     if (problem := _not_a_shard(path, meta)) is not None:
         raise ShardCorrupt(f"{path}: {problem}")
     stored: dict[str, str] = json.loads(meta["rl.xxh3"])
@@ -191,14 +185,13 @@ def _check_shapes(path: Path, batch: pa.RecordBatch, meta: Mapping[str, str]) ->
         raise ShardCorrupt(f"{path}: ver_run_end does not end at the lengths of the responses")
 
 
-def verify_shard(path: Path, pool: Staging | None = None) -> ShardInfo:
-    """Verify one shard file and return what the index needs of it; a pool makes many of them faster.
+def verify_shard(path: Path) -> ShardInfo:
+    """Verify one shard file and return what the index needs of it.
 
     Raises ShardCorrupt naming the file and what is wrong (then it goes to quarantine, and the run goes on),
     FormatTooNew, OSError (FileNotFoundError) for a file that cannot be opened.
     """
-    buffer = None if pool is None else pool.take("shard", path.stat().st_size, np.uint8)
-    batch, meta, digest = verified_batch(path, buffer)
+    batch, meta, digest = verified_batch(path)
     ids: list[str] = batch.column("group_id").to_pylist()
     try_no = np.array([parse_group_id(text)[2] for text in ids], np.int32)
     n_tokens = _owned(batch, "n_tokens")

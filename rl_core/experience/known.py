@@ -1,0 +1,178 @@
+"""What is known of a run's groups: claims, drops, outcomes, verified shards, leases, told in any order.
+
+Every fact is durable but the leases; each has its effect on the index (what waits), on the positions (what is leased
+next) and on the budgets. A claim counts more than an outcome or a drop, and these count more than a waiting row.
+Not thread-safe: `Experience` guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.config import Config
+from rl_core.errors import FailureBudgetSpent
+from rl_core.experience.health import Health
+from rl_core.experience.index import Index, group_key, group_keys
+from rl_core.experience.leases import LeaseBook
+from rl_core.experience.ledger import drop_files, read_claimed, read_drops
+from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
+from rl_core.experience.positions import Positions, Slot
+from rl_core.experience.shards import ShardInfo
+from rl_core.experience.staleness import LEASED_AGAIN, STALE, judge, rule_of
+from rl_core.run_dir import RunDir
+from rl_core.types import Claim, Drop, Outcome, OutcomeKind, group_id
+
+
+class Known:
+    """Reads the ledger and the outcomes of the run; shards are added as they are verified.
+
+    Raises BrokenFile where the ledger has a gap, ValueError for a policy that cannot work.
+    """
+
+    def __init__(self, run: RunDir, config: Config, attempt: int, *, consumer: str, clock: Callable[[], float]) -> None:
+        self._run, self._config = run, config
+        self.index = Index(rule_of(config))
+        self.positions = Positions()
+        self.leases = LeaseBook(attempt)
+        self.health = Health(config, clock)
+        self._final: set[int] = set()
+        """Groups that ended for good: their position is finished."""
+        self._outcomes: set[str] = set()
+        self._spent: FailureBudgetSpent | None = None
+        claimed = read_claimed(run, consumer)
+        self.next_step = claimed.steps
+        """First step without a claim."""
+        self.rows_by_shard = claimed.rows_by_shard
+        """Rows that were claimed before this start."""
+        self._note_claimed(claimed.groups_G4)
+        self._note_dropped(claimed.dropped)
+        for path in drop_files(run, consumer):
+            self._note_dropped(read_drops(path))
+        for name in outcome_ids(run):
+            self._note_outcome(read_outcome(run, name))
+
+    # -- facts
+
+    def add_claim(self, claim: Claim) -> None:
+        """The claim of `next_step`."""
+        rows = [(g.dataset_epoch, g.position, g.try_no, g.prompt_idx) for g in claim.groups]
+        self._note_dropped(claim.dropped)
+        self._note_claimed(np.array(rows, np.int64).reshape(-1, 4))
+        self.next_step = claim.step + 1
+        self.health.judged(len(rows), claim.dropped)
+
+    def add_drops(self, drops: Sequence[Drop]) -> None:
+        """A drops file that was written now."""
+        self._note_dropped(drops)
+        self.health.judged(0, drops)
+
+    def add_shard(self, info: ShardInfo) -> None:
+        """A verified shard: its groups wait, unless they are claimed, ended or duplicates. Ends their leases."""
+        rows, waits_G = self.index.add_shard(info)
+        verdict_G = judge(self._config.idx(self.next_step), self.index.rule, idx_min_G=rows.idx_min,
+                          idx_max_G=rows.idx_max, n_responses_G=rows.n_responses, spread_G=rows.spread)
+        for i, name in enumerate(info.group_id):
+            slot = Slot(dataset_epoch=int(rows.dataset_epoch[i]), position=int(rows.position[i]),
+                        try_no=int(rows.try_no[i]))
+            self.leases.end(name)
+            self.positions.known(slot)
+            key = int(rows.key[i])
+            if key in self.index.ended and key not in self.index.claimed:
+                self._note_ended(slot, key)
+        self.health.verified((verdict_G[waits_G] < STALE).tolist())
+
+    def read_outcomes(self) -> bool:
+        """Add the outcomes that lie in the run directory and were not known. True if there were any."""
+        fresh = [name for name in outcome_ids(self._run) if name not in self._outcomes]
+        for name in fresh:
+            self.add_outcome(read_outcome(self._run, name))
+        return bool(fresh)
+
+    def add_outcome(self, outcome: Outcome) -> bool:
+        """A group that ended in this attempt without a row. True if that is news."""
+        if outcome.group_id in self._outcomes:
+            return False
+        self._note_outcome(outcome)
+        try:
+            self.health.failed(outcome)
+        except FailureBudgetSpent as error:
+            self._spent = error
+        return True
+
+    def put_outcome(self, slot: Slot, name: str, kind: OutcomeKind, reason: str, error: str) -> None:
+        """Write an outcome that the owner decides, and add it."""
+        outcome = Outcome(group_id=name, kind=kind, reason=reason, error=error, try_no=slot.try_no,
+                          position=slot.position, dataset_epoch=slot.dataset_epoch)
+        put_outcome(self._run, outcome)
+        self.add_outcome(outcome)
+
+    # -- leases that end without a fact
+
+    def lose(self, name: str) -> None:
+        """A lease that left no trace: the same try is leased again, at most `max_leases` times, then it is poison."""
+        if (lease := self.leases.by_id.get(name)) is None:
+            return
+        if (times := self.leases.lose(name)) < self._config.failure.max_leases:
+            self.positions.lost(lease.slot)
+        else:
+            self.put_outcome(lease.slot, name, "poison", "max_leases",
+                             f"{times} workers died with this group in flight, or lost it")
+
+    def end_missing(self, name: str) -> None:
+        """A live worker neither has the group in flight, nor landed it in a shard that can be read: another try."""
+        if (lease := self.leases.by_id.get(name)) is not None:
+            self.put_outcome(lease.slot, name, "failed", "lost",
+                             f"{lease.worker} does not name it any more, and no readable shard holds it")
+
+    def settle(self, prompt_idx: Callable[[int, int], int] | None) -> None:
+        """Record positions that used up their tries as given up. Raises FailureBudgetSpent if failures say so.
+
+        The outcome `given_up` stands under the id of the try that is not made, so that it never hides another one. Not
+        possible before all streams were listed, or while the order of prompts is unknown (None).
+        """
+        limit = self._config.failure.max_tries
+        for slot in self.positions.over(limit) if prompt_idx is not None else ():
+            assert prompt_idx is not None
+            name = group_id(slot.dataset_epoch, prompt_idx(slot.dataset_epoch, slot.position), slot.try_no)
+            self.put_outcome(slot, name, "given_up", "max_tries", f"{slot.try_no} tries (failure.max_tries {limit})")
+        if self._spent is not None:
+            raise self._spent
+
+    # -- effects
+
+    def _note_claimed(self, groups_G4: NDArray[np.int64]) -> None:
+        """Columns dataset_epoch, position, try, prompt_idx."""
+        if groups_G4.size:
+            epoch, position, try_no, prompt_idx = groups_G4.T
+            self.positions.known_array(epoch.astype(np.int32), position)
+            self.index.add_claimed(group_keys(epoch, prompt_idx, try_no))
+
+    def _note_dropped(self, drops: Sequence[Drop]) -> None:
+        """Where the row of a drop is not known (yet), its position follows when the row is found."""
+        keys = [group_key(drop.group_id) for drop in drops]
+        for drop, key in zip(drops, keys, strict=True):
+            if drop.reason not in LEASED_AGAIN:
+                self._final.add(key)
+            if (slot := self.index.slot_of(key)) is not None:
+                self._note_ended(slot, key)
+        self.index.add_ended(keys)
+
+    def _note_outcome(self, outcome: Outcome) -> None:
+        self._outcomes.add(outcome.group_id)
+        self.leases.end(outcome.group_id)
+        key = group_key(outcome.group_id)
+        if key not in self.index.claimed:
+            if outcome.kind != "failed":
+                self._final.add(key)
+            self.index.add_ended([key])
+            self._note_ended(Slot(dataset_epoch=outcome.dataset_epoch, position=outcome.position,
+                                  try_no=outcome.try_no), key)
+
+    def _note_ended(self, slot: Slot, key: int) -> None:
+        if key in self._final:
+            self.positions.finished(slot)
+        else:
+            self.positions.ended(slot)
