@@ -72,19 +72,19 @@ def train_steps(session: Session) -> None:
         validate_unfinished(session)
         done = session.first_step
         if validation_due(session, done):
-            validate_beside(session)
+            validate_beside(session, done)
         for step in session.remaining_steps:
             session.ended = train_step(session, step)
             if session.ended is not None:
                 break
             done = step + 1
             if validation_due(session, done):
-                validate_beside(session)
+                validate_beside(session, done)
             if checkpoint_due(session, done):
                 checkpoint(session, done)
         session.end_rollout()
         session.ended = session.ended or session.claims.end()
-        validate_beside(session)
+        validate_beside(session, done)
         if checkpoint_due(session, done, last=True):
             checkpoint(session, done)
         wait_for_validations(session)

@@ -34,7 +34,6 @@ from rl_core.rollout.pump import Pump
 from rl_core.run_dir import OwnerLock, RunDir, replace_file, self_test, to_json
 from rl_core.run_identity import RunIdentity, check_inputs, open_identity
 from rl_core.types import StepRecord
-from rl_core.versions import newest_version
 from tasks import cluster, services
 from tasks.attempts import end_flow_run_before
 from tasks.paths import headway_home, run_dir
@@ -59,6 +58,7 @@ class Session:
         self.run, self.identity, self.config, self.lock, self.progress = run, identity, config, lock, progress
         self.attempt = 0
         self.first_step = 0
+        self.published_idx = 0
         self.started_s = time.monotonic()
         self.stop = threading.Event()
         self.validations: list[Any] = []
@@ -73,13 +73,18 @@ class Session:
         """From the first step without a record; from the run directory, not from a cache."""
         return range(self.first_step, self.config.total_steps)
 
+    def send_ahead(self, step: int) -> None:
+        """Let the learner go on with a claimed step by itself, unless a checkpoint of those before is due first."""
+        if step % self.config.checkpoint.every != 0:
+            self.learner.send(step)
+
     def saw_step(self, record: StepRecord) -> None:
         """Note a trained step: what the rollout side did meanwhile, tracking, status line."""
         self.experience.wake()  # a version may have been published
         now = read_pool(self.pump.statuses(), time.monotonic())
-        published = newest_version(self.run)
-        metrics = pool_metrics(self._before, now, in_flight=self.experience.F,
-                               published_idx=published.idx if published else 0)
+        if record.published is not None:
+            self.published_idx = record.published.idx
+        metrics = pool_metrics(self._before, now, in_flight=self.experience.F, published_idx=self.published_idx)
         self._before = now
         self.tracker.observe(record.step, metrics)
         self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics)
@@ -183,7 +188,7 @@ def set_up(session: Session) -> None:
     with progress.stage("learner"):
         session.first_step = session.learner.bring_up(
             lambda done, total: progress.set(state="replaying", replayed=[done, total]))
-        session.learner.publish()
+        session.published_idx = session.learner.publish().idx
     with progress.stage("experience"):
         session.experience = Experience(run, config, session.attempt)
         session.claims = Claims(session.experience, config)

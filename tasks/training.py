@@ -18,7 +18,7 @@ from rl_core.experience.ledger import EndOfData
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir
 from rl_core.types import Claim, StepRecord, WeightVersion
-from tasks.cluster import ActorSpec, Handle, start_all
+from tasks.cluster import ActorSpec, Handle, Pending, start_all
 
 if TYPE_CHECKING:
     from tasks.session import Session
@@ -35,6 +35,8 @@ class LearnerGroup:
         self._run, self._config, self._specs = run, config, specs
         self._handles: list[Handle] = []
         self._restarts = 0
+        self._sending = threading.Lock()
+        self._sent: dict[int, list[Pending]] = {}
 
     def start(self) -> None:
         """Live actors: all adopted, or all new. A group of which one rank died cannot meet again."""
@@ -58,13 +60,24 @@ class LearnerGroup:
             self.call("train", step, deadline_s=self._config.deadlines.step_s)
         return first
 
+    def send(self, step: int) -> None:
+        """Let the group train `step`, whose claim exists, as soon as it is free: it need not wait for its owner between
+        two steps. `train` takes the answer."""
+        with self._sending:
+            if step not in self._sent:
+                self._sent[step] = self._send("train", step)
+
     def train(self, step: int) -> StepRecord | None:
         """Train the claimed step; a dead group is brought up again within its budget and trains the same claim.
 
-        None for a voided step."""
+        None for a voided step.
+        """
         while True:
             try:
-                return self.call("train", step, deadline_s=self._config.deadlines.step_s)
+                self.send(step)
+                with self._sending:
+                    calls = self._sent.pop(step)
+                return self._answer(calls, self._config.deadlines.step_s)
             except LearnerDead as death:
                 self._restarts += 1
                 if self._restarts > self._config.failure.learner_restarts:
@@ -85,7 +98,12 @@ class LearnerGroup:
 
     def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         """All ranks at once: a collective needs them all. The first error wins."""
-        calls = [handle.call_async(method, *args) for handle in self._handles]
+        return self._answer(self._send(method, *args), deadline_s)
+
+    def _send(self, method: str, *args: Any) -> list[Pending]:
+        return [handle.call_async(method, *args) for handle in self._handles]
+
+    def _answer(self, calls: Sequence[Pending], deadline_s: float) -> Any:
         until = time.monotonic() + deadline_s
         answers = [call.result(max(0.0, until - time.monotonic())) for call in calls]
         return answers[0]
@@ -93,6 +111,8 @@ class LearnerGroup:
     def close(self) -> None:
         """End the actors."""
         handles, self._handles = self._handles, []
+        with self._sending:
+            self._sent.clear()
         for handle in handles:
             handle.kill()
 
@@ -124,13 +144,22 @@ class Claims:
         assert isinstance(ended, EndOfData)
         return ended
 
-    def ahead(self, step: int) -> None:
-        """Start claiming `step` in the background."""
-        if step < self._config.total_steps:
-            with self._lock:
-                self._ahead = (step, self._pool.submit(self._experience.claim, step, self._config.deadlines.claim_s))
+    def ahead(self, step: int, then: Callable[[int], None]) -> None:
+        """Start claiming `step` in the background; `then(step)` is called when it has its claim."""
+        if step >= self._config.total_steps:
+            return
+        claim = self._pool.submit(self._experience.claim, step, self._config.deadlines.claim_s)
+        with self._lock:
+            self._ahead = (step, claim)
+
+        def claimed(done: Future[Claim | EndOfData]) -> None:
+            if not done.cancelled() and done.exception() is None and isinstance(done.result(), Claim):
+                then(step)
+
+        claim.add_done_callback(claimed)
 
     def close(self) -> None:
+        self._experience.close()  # a claim that waits on the thread would outlive the run
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -140,8 +169,9 @@ def train_step(session: Session, step: int) -> EndOfData | None:
     claim = session.claims.take(step)
     if isinstance(claim, EndOfData):
         return claim
+    session.learner.send(step)
     if session.config.staleness.policy != "wait":  # that policy's hold begins when the step before is done
-        session.claims.ahead(step + 1)
+        session.claims.ahead(step + 1, then=session.send_ahead)
     record = session.learner.train(step)
     if record is not None:  # a voided step trains nothing
         session.saw_step(record)

@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from rl_core.types import WeightVersion
-from rl_core.versions import newest_version, pin, pinned_versions, read_versions, unpin
+from rl_core.versions import pin, pinned_versions, read_versions, unpin
 
 if TYPE_CHECKING:
     from tasks.session import Session
@@ -33,10 +33,11 @@ def validation_due(session: Session, steps_done: int) -> bool:
     return steps_done % session.config.validation.every == 0
 
 
-def validate_beside(session: Session) -> None:
-    """Submit the validation of the newest weights; the learner waits only if two are under way already."""
-    version = newest_version(session.run)
-    assert version is not None, "weights are published before the first step"
+def validate_beside(session: Session, steps_done: int) -> None:
+    """Submit the validation of the newest weights with at most `steps_done` steps behind them (the learner may have
+    gone on meanwhile). Waits only if two validations are under way already."""
+    behind = [version for version in read_versions(session.run).values() if version.step <= steps_done]
+    version = max(behind, key=lambda version: (version.step, version.v))
     if session.config.data.validation is None or version.step in session.validated \
             or session.run.validation(version.step).exists():
         return

@@ -67,8 +67,7 @@ def rows_of(groups: Sequence[TrajectoryGroup], mine: Sequence[bool] | None = Non
 
     correct = [np.nan if t.score.correct is None else t.score.correct for _, t in answers]
     return ClaimRows(
-        group_ids=tuple(group.lease.group_id for group in groups), prompt_ids=flat(prompts, np.int32),
-        prompt_offsets=np.cumsum([0, *map(len, prompts)]).astype(np.int32),
+        prompt_ids=flat(prompts, np.int32), prompt_offsets=np.cumsum([0, *map(len, prompts)]).astype(np.int32),
         n_expected_G=per_group([group.lease.n_expected for group in groups], np.int32),
         n_responses_G=per_group([len(group.trajectories) for group in groups], np.int32),
         idx_min_G=per_group([group.idx_min for group in groups], np.int32),

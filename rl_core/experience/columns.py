@@ -128,12 +128,17 @@ def valid_bits(array: pa.Array) -> NDArray[np.bool_]:
     return _bits(bitmap, len(array)).view(np.bool_)
 
 
+DTYPES: dict[int, np.dtype[Any]] = {
+    kind.id: np.dtype(name) for kind, name in (
+        (pa.int8(), "i1"), (pa.uint8(), "u1"), (pa.int32(), "i4"), (pa.int64(), "i8"), (pa.float32(), "f4"),
+        (pa.timestamp("us", tz="UTC"), "i8"))}
+"""NumPy's name of each fixed-width type of the schema, by Arrow's id."""
+
+
 def fixed_values(array: pa.Array) -> NDArray[Any]:
     """Values of a column of a fixed width: a read-only view. (`Array.to_numpy` would import pandas.)"""
-    kind = array.type
-    letter = "f" if pa.types.is_floating(kind) else "u" if pa.types.is_unsigned_integer(kind) else "i"
-    width = kind.bit_width // 8
-    return np.frombuffer(_bytes(array.buffers()[1], len(array) * width), f"{letter}{width}")
+    dtype = DTYPES[array.type.id]
+    return np.frombuffer(_bytes(array.buffers()[1], len(array) * dtype.itemsize), dtype)
 
 
 def list_offsets(column: pa.Array) -> NDArray[np.int32]:

@@ -40,8 +40,8 @@ class ClaimFacts:
         runs = [nested_offsets(batch.column("ver_run_end"))[1] for batch in batches]
         first_row = starts_of(np.array([batch.num_rows for batch in batches]))
         first_response = starts_of(np.array([inner.size - 1 for _, inner in tokens]))
-        responses_of_row = np.concatenate([np.diff(outer) for outer, _ in tokens]).astype(np.int64)
-        runs_of_response = np.concatenate([np.diff(offsets) for offsets in runs]).astype(np.int64)
+        responses_of_row = np.concatenate([outer[1:] - outer[:-1] for outer, _ in tokens]).astype(np.int64)
+        runs_of_response = np.concatenate([offsets[1:] - offsets[:-1] for offsets in runs]).astype(np.int64)
         self.row_G = first_row[shard_G] + row_G
         self.n_responses_G = responses_of_row[self.row_G]
         self.response_N = members_of(starts_of(responses_of_row)[self.row_G], self.n_responses_G)
@@ -49,7 +49,7 @@ class ClaimFacts:
         self.shard_N = np.searchsorted(first_response, self.response_N, side="right") - 1
         self.begin_N = np.concatenate([inner[:-1] for _, inner in tokens])[self.response_N]
         """First token of each trajectory in its shard."""
-        self.length_N = np.concatenate([np.diff(inner) for _, inner in tokens])[self.response_N].astype(np.int32)
+        self.length_N = np.concatenate([inner[1:] - inner[:-1] for _, inner in tokens])[self.response_N]
         self._first_run = starts_of(runs_of_response)
         self._runs_of_response = runs_of_response
 
@@ -76,7 +76,7 @@ class ClaimFacts:
     def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(prompt ids of all groups of the claim, flat; their offsets [groups + 1])."""
         columns = [list_values(batch.column("prompt_ids")) for batch in self._batches]
-        first = starts_of(np.concatenate([np.diff(offsets) for offsets, _ in columns]))
+        first = starts_of(np.concatenate([offsets[1:] - offsets[:-1] for offsets, _ in columns]))
         lengths = np.diff(first)[self.row_G]
         ids = np.concatenate([values for _, values in columns])[members_of(first[self.row_G], lengths)]
         return ids, starts_of(lengths).astype(np.int32)

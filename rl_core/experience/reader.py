@@ -39,8 +39,6 @@ class ClaimRows:
     `prompt_ids[prompt_offsets[1]:prompt_offsets[2]]`.
     """
 
-    group_ids: tuple[str, ...]
-    """Of the claim, in training order; index of everything `_G`."""
     prompt_ids: NDArray[np.int32]
     """Prompts of all groups, flat."""
     prompt_offsets: NDArray[np.int32]
@@ -74,7 +72,7 @@ class ClaimRows:
 
     @property
     def groups(self) -> int:
-        return len(self.group_ids)
+        return self.n_responses_G.size
 
 
 def split_by_length(length_N: NDArray[np.int32], ranks: int) -> NDArray[np.int32]:
@@ -152,13 +150,13 @@ def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], r
     facts = ClaimFacts(batches, shard_G, row_G)
     prompt_ids, prompt_offsets = facts.prompts()
     group_N = np.repeat(np.arange(row_G.size, dtype=np.int32), facts.n_responses_G)
-    mine_N = split_by_length(facts.length_N + np.diff(prompt_offsets)[group_N], ranks) == rank
+    mine_N = split_by_length(facts.length_N + (prompt_offsets[1:] - prompt_offsets[:-1])[group_N], ranks) == rank
     offsets = starts_of(facts.length_N[mine_N]).astype(np.int32)
     version, run_tokens = facts.runs(mine_N)
     idx = staging.take("version_idx", int(offsets[-1]), np.int32)
     fill_runs(_idx_of(version, versions, claim), run_tokens, idx)
     return ClaimRows(
-        group_ids=tuple(group.group_id for group in claim.groups), prompt_ids=prompt_ids, prompt_offsets=prompt_offsets,
+        prompt_ids=prompt_ids, prompt_offsets=prompt_offsets,
         n_responses_G=facts.n_responses_G.astype(np.int32), n_expected_G=facts.by_group("n_expected"),
         idx_min_G=facts.by_group("idx_min"), idx_max_G=facts.by_group("idx_max"),
         temperature_G=facts.by_group("sampling", "temperature"), group_N=group_N, reward_N=facts.by_response("reward"),

@@ -99,8 +99,6 @@ def metadata_of(path: Path, batch: pa.RecordBatch) -> dict[str, str]:
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    if path.stat().st_size == 0:
-        raise ShardCorrupt(f"{path}: the file is empty")
     with pa.memory_map(str(path)) as source:
         return _parse(path, source)
 

@@ -61,6 +61,8 @@ from rl_core.weights import (
 
 LOG = logging.getLogger("headway.learner")
 NAN = float("nan")
+TURN_S = 5.0
+"""Longest wait of a step that was sent ahead for the step before it to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class Learner:
                               ) if config.learner.device == "cuda" else torch.device("cpu")
         self._ranks = Ranks(rank=rank, ranks=ranks, rendezvous=rendezvous, device=device,
                             deadline_s=config.deadlines.collective_s)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
         self._staging = Staging()
         self._versions: dict[int, WeightVersion] = {}
         self._first_mismatch: dict[int, float] = {}
@@ -160,6 +162,8 @@ class Learner:
         without a claim, StaleAttempt, ClaimedShardCorrupt, EngineMismatch, NonFiniteTraining.
         """
         with self._owned(attempt):
+            if step > self._next >= 0:  # sent ahead of the step before it: that one's turn comes first
+                self._lock.wait_for(lambda: self._next in (step, -1), timeout=TURN_S)
             if step != self._next:
                 raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
             self._busy_since = time.monotonic()
@@ -171,6 +175,7 @@ class Learner:
                 raise
             finally:
                 self._busy_since = None
+                self._lock.notify_all()
 
     def publish_current(self, attempt: int | None = None) -> WeightVersion | None:
         """Make the last scheduled publication real if it is not yet, its bytes in place, and return it (rank 0; others

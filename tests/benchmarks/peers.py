@@ -136,7 +136,13 @@ def build_jagged(samples: Sequence[Any]) -> Any:
 
 
 def verl_queue(groups: Sequence[Any], make: Any, build: Any, rounds: int) -> dict[str, float]:
-    """Groups/s, median of rounds: pickle and put every group; then take one by one, load and concatenate."""
+    """Groups/s, median of rounds: pickle and put every group; then take one by one, load and concatenate.
+
+    One thread builds the batch, as on our side.
+    """
+    import torch
+
+    torch.set_num_threads(1)
     ray = start_ray()
     queue = ray.remote(MessageQueue).remote(len(groups))
     samples = [make(group) for group in groups]

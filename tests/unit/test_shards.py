@@ -337,7 +337,7 @@ def damage_flip(data: bytearray) -> bytearray:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytearray], bytearray], str]] = {
-    "empty": (lambda data: bytearray(), "the file is empty"),
+    "empty": (lambda data: bytearray(), "not a whole Arrow file"),
     "one byte": (lambda data: data[:1], "not a whole Arrow file"),
     "truncated": (damage_truncate, "not a whole Arrow file"),
     "half": (damage_half, "not a whole Arrow file"),
