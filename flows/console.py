@@ -56,7 +56,8 @@ def view_of(status: Mapping[str, Any]) -> View:
         run_key=status.get("run_key", ""), state=status.get("state", ""),
         stages=tuple((name, seconds) for name, seconds in status.get("stages", ())),
         step=status.get("step", 0), total=status.get("total_steps", 0), accuracy=status.get("accuracy"),
-        accuracy_start=status.get("accuracy_start"), metrics=status.get("metrics", {}), part=part,
+        accuracy_start=status.get("accuracy_start"), part=part,
+        metrics={name: math.nan if value is None else value for name, value in status.get("metrics", {}).items()},
         note=status.get("trouble") or status.get("note"))
 
 

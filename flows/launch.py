@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -30,6 +32,7 @@ USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFi
 LOOK_EVERY_S = 0.25
 QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -51,21 +54,43 @@ def launch(preset: str, overrides: Sequence[str], run_key: str | None, *, as_jso
     console = Console()
     console.line(f"headway {version('headway')}: train {preset}")
     signal.signal(signal.SIGTERM, _terminated)
+    start = _Start(console, preset, as_json, verbose)
+    code = _told(start, overrides, run_key)
+    if start.prefect_away:  # at exit Prefect would try for minutes to send its last events
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _told(start: _Start, overrides: Sequence[str], run_key: str | None) -> int:
+    """Launch, and say what kept the run from its own end. Returns the exit code."""
+    console = start.console
     try:
-        return _launch(console, preset, overrides, run_key, as_json=as_json, verbose=verbose)
+        return _launch(start, overrides, run_key)
     except USERS_TO_MEND as error:
         return _refused(console, str(error))
     except (DeadPart, OSError) as error:
-        console.lines(["", f"failed: {error}"])
-        return FAILED
+        return _said(start, ["", f"failed: {error}"], "failed", FAILED)
     except KeyboardInterrupt:
-        console.lines(["", "stopped by SIGINT before training began"])
-        return INTERRUPTED
+        return _said(start, ["", "stopped by SIGINT before training began"], "cancelled", INTERRUPTED)
     except Terminated:
-        console.lines(["", "stopped by SIGTERM before training began"])
-        return TERMINATED
+        return _said(start, ["", "stopped by SIGTERM before training began"], "cancelled", TERMINATED)
     finally:
         console.close()
+
+
+@dataclass
+class _Start:
+    """What one command says, and how."""
+
+    console: Console
+    preset: str
+    as_json: bool
+    verbose: bool
+    begun: float = field(default_factory=time.monotonic)
+    run_key: str | None = None
+    """None until the plan stands."""
+    prefect_away: bool = False
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:
@@ -79,20 +104,31 @@ def _refused(console: Console, why: str) -> int:
     return REFUSED
 
 
-def _launch(console: Console, preset: str, overrides: Sequence[str], run_key: str | None, *, as_json: bool,
-            verbose: bool) -> int:
-    os.environ.update(QUIET if not verbose else {})
+def _said(start: _Start, lines: Sequence[str], status: str, code: int, wall_s: float | None = None) -> int:
+    """Say how a start ended that did not complete, with `--json` also as the last line. Returns the exit code."""
+    start.console.close()
+    start.console.lines(lines)
+    if start.as_json and start.run_key is not None:
+        wall_s = time.monotonic() - start.begun if wall_s is None else wall_s
+        from tasks.inspection import summary_so_far
+
+        start.console.line(json.dumps(summary_so_far(start.run_key, status, wall_s), allow_nan=False))
+    return code
+
+
+def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int:
+    console = start.console
+    os.environ.update(QUIET if not start.verbose else {})
     with stage(console, "plan"):
-        changes, config, run_key, plan = _prepare(preset, overrides, run_key)
-    from rl_core.run_dir import refuse_if_alive, self_test
+        changes, config, start.run_key, plan = _prepare(start.preset, overrides, run_key)
     from tasks.inspection import is_completed, read_result
     from tasks.paths import headway_home, run_dir
+    from tasks.preparation import check_free
 
-    run = run_dir(run_key)
+    run = run_dir(start.run_key)
     if is_completed(run):
-        return _completed(console, read_result(run), str(run.figures), as_json=as_json)
-    refuse_if_alive(run)
-    self_test(run.root.parent)  # before anything starts; every directory of the run is tested again in the set-up
+        return _completed(start, _tracked(start, config, read_result(run)), str(run.figures))
+    check_free(run)
     console.lines([f"  {what:<18} {value}" for what, value in describe(config, plan)])
     from tasks import services
 
@@ -101,14 +137,29 @@ def _launch(console: Console, preset: str, overrides: Sequence[str], run_key: st
     ours = True
     try:
         services.export(where)
-        os.environ.update(QUIET if not verbose else {})
-        state = _run_flow(console, run.status, preset, changes, run_key)
-        ours = not (state.is_failed() and isinstance(_cause(state), RunIsAlive))  # else another start was quicker
-        return _ended(console, state, config, run_key, as_json=as_json)
+        os.environ.update(QUIET if not start.verbose else {})
+        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # 6 s for a call; its default tries for a minute
+        before = read_result(run)
+        flow = _run_flow(console, run.status, start.preset, changes, start.run_key)
+        start.prefect_away = not flow.name
+        ours = not isinstance(flow.error, RunIsAlive)  # else another start was quicker
+        result = read_result(run)
+        return _ended(start, flow, {} if result == before else result, config)
     finally:
         console.close()
         if ours:
             services.stop(where)
+
+
+def _tracked(start: _Start, config: Config, result: dict[str, Any]) -> dict[str, Any]:
+    """The result of a completed run, once MLflow has the run as well."""
+    if result.get("tracked") or start.run_key is None:
+        return result
+    from tasks.paths import run_dir
+    from tasks.report import track_again
+
+    with stage(start.console, "mlflow"):
+        return track_again(run_dir(start.run_key), config)
 
 
 def _prepare(preset: str, overrides: Sequence[str], run_key: str | None) -> tuple[dict[str, Any], Config, str, Plan]:
@@ -119,31 +170,20 @@ def _prepare(preset: str, overrides: Sequence[str], run_key: str | None) -> tupl
     changes = parse_overrides(overrides)
     config = resolve(load_preset(preset), changes)
     make_plan(config)  # what is wrong whatever the inputs is said before anything heavy is imported
-    from rl_core.preflight import inspect_inputs
-    from rl_core.run_identity import check_inputs, check_same_run
-    from tasks.destination import destination
-    from tasks.inspection import stored_identity
-    from tasks.paths import headway_home, new_run_key, run_dir
+    from tasks.preparation import prepare
 
-    key = new_run_key(preset) if run_key is None else run_key
-    run = run_dir(key)
-    try:
-        identity = stored_identity(run)
-    except OSError as error:
-        raise ConfigError(f"{run.root}: cannot be read ({error.strerror}); set HEADWAY_HOME to a directory that can be "
-                          "used") from error
-    if identity is not None:
-        check_same_run(key, identity.config, config)
-    destination(config, headway_home())
-    inputs = inspect_inputs(config)
-    if run.inputs.exists():
-        check_inputs(run, {"data": inputs.prompts.digest})
-    return changes, config, key, make_plan(config, inputs.facts)
+    prepared = prepare(config, preset, run_key)
+    return changes, config, prepared.run_key, prepared.plan
 
 
-def _cause(state: Any) -> Any:
-    """What the flow raised."""
-    return state.result(raise_on_failure=False)
+@dataclass(frozen=True)
+class _Flow:
+    """How the flow ended: what it returned or raised, also where Prefect could not take note of it."""
+
+    name: str
+    """Prefect's state, `COMPLETED`; empty where the call itself raised."""
+    summary: Any = None
+    error: BaseException | None = None
 
 
 @contextmanager
@@ -153,7 +193,8 @@ def stage(console: Console, name: str) -> Iterator[None]:
     console.line(f"  {name:<12} {time.monotonic() - begun:6.1f} s")
 
 
-def _run_flow(console: Console, status: Path, preset: str, changes: dict[str, Any], run_key: str) -> Any:
+def _run_flow(console: Console, status: Path, preset: str, changes: dict[str, Any],
+              run_key: str) -> _Flow:
     """Run the flow in this thread, where signals arrive, while another one shows its status view."""
     before = status.stat().st_mtime_ns if status.exists() else 0
     over = threading.Event()
@@ -167,7 +208,11 @@ def _run_flow(console: Console, status: Path, preset: str, changes: dict[str, An
     from flows.train import train  # imports prefect and ray, with the services' addresses in place
 
     try:
-        return train(preset=preset, overrides=changes, run_key=run_key, return_state=True)
+        state: Any = train(preset=preset, overrides=changes, run_key=run_key, return_state=True)
+        ended = state.result(raise_on_failure=False)
+        return _Flow(state.type.value, ended, ended if isinstance(ended, BaseException) else None)
+    except Exception as error:  # whatever Prefect's engine raises without its server
+        return _Flow("", error=error)
     finally:
         over.set()
         shower.join(timeout=5)
@@ -194,55 +239,62 @@ def _show(console: Console, status: Path, before: int) -> None:
         return
 
 
-def _ended(console: Console, state: Any, config: Config, run_key: str, *, as_json: bool) -> int:
-    """Say how it ended; the exit code agrees with Prefect's state."""
-    from tasks.inspection import read_result
+def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -> int:
+    """Say how it ended; the exit code agrees with Prefect's state. `result`: what this start wrote, if it did.
+
+    The result comes before Prefect's state: where its server is away, only the result is true.
+    """
+    from tasks.inspection import steps_done
     from tasks.paths import run_dir
 
-    run = run_dir(run_key)
-    result = read_result(run)
-    resume = f"headway train --run-key {run_key} {' '.join(_same_command())}".rstrip()
-    if state.is_completed():
-        return _completed(console, result, str(run.figures), as_json=as_json)
-    if state.is_cancelled() or result.get("status") == "cancelled":
+    assert start.run_key is not None
+    run, status, cause = run_dir(start.run_key), result.get("status"), flow.error
+    if isinstance(cause, USERS_TO_MEND) and not isinstance(cause, BrokenFile):
+        return _refused(start.console, str(cause))
+    if "completed" in (status, flow.name.lower()):
+        if flow.name.lower() != "completed":
+            start.console.line(f"  Prefect could not be told that the run completed: {_brief(cause)}")
+        return _completed(start, {"summary": flow.summary, **result}, str(run.figures))
+    resume = shlex.join(["headway", "train", "--run-key", start.run_key, *_same_command()])
+    wall_s = result.get("wall_s")
+    if "cancelled" in (status, flow.name.lower()):
         name = result.get("signal", "SIGINT")
-        from tasks.inspection import steps_done
+        lines = stopped_lines(run_key=start.run_key, signal=name, step=steps_done(run), total=config.total_steps,
+                              resume=resume)
+        return _said(start, lines, "cancelled", TERMINATED if name == "SIGTERM" else INTERRUPTED, wall_s)
+    text = f"{result['error']}: {result['message']}" if status == "failed" else _brief(cause)
+    lines = failed_lines(run_key=start.run_key, cause=text, logs=str(run.logs), resume=resume)
+    return _said(start, lines, "failed", FAILED, wall_s)
 
-        console.lines(stopped_lines(run_key=run_key, signal=name, step=steps_done(run), total=config.total_steps,
-                                    resume=resume))
-        return TERMINATED if name == "SIGTERM" else INTERRUPTED
-    cause = _cause(state)
-    if isinstance(cause, ConfigError | DataError | RunIsAlive | NoExclusiveCreate):
-        return _refused(console, str(cause))
-    text = f"{result['error']}: {result['message']}" if result.get("status") == "failed" else f"{cause}"
-    console.lines(failed_lines(run_key=run_key, cause=text, logs=str(run.logs), resume=resume))
-    if as_json:
-        from rl_core.history import summarize
 
-        print(json.dumps(summarize(run, run_key=run_key, status="failed", wall_s=0.0).as_json()), file=sys.stdout)
-    return FAILED
+def _brief(error: BaseException | None) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
 
 
 def _same_command() -> list[str]:
-    """The options of this command but the run key, to be given again."""
+    """The options of this command but the run key and `--json`, to be given again."""
     words, skip = [], False
     for word in sys.argv[2:]:
         if skip or word == "--run-key":
             skip = not skip
-        elif not word.startswith("--run-key="):
+        elif word != "--json" and not word.startswith("--run-key="):
             words.append(word)
     return words
 
 
-def _completed(console: Console, result: dict[str, Any], figures: str, *, as_json: bool) -> int:
-    summary, ended = result["summary"], result["ended"]
+def _completed(start: _Start, result: dict[str, Any], figures: str) -> int:
+    console, summary, ended = start.console, result["summary"], result.get("ended")
     console.lines(summary_lines(summary))
-    if ended["reason"] == "data":
+    if ended is not None and ended["reason"] == "data":
         console.line(f"  the data ended after {ended['step']} steps; {ended['left_over']} groups are left over, "
                      "too few for a step")
+    if not result.get("tracked"):
+        trouble = result.get("tracking_trouble") or "MLflow did not take everything in time"
+        console.line(f"  {trouble}; the same command with --run-key {summary['run_key']} replays what is missing")
     console.lines(next_lines(summary, figures))
-    if as_json:
-        console.line(json.dumps(summary))
+    if start.as_json:
+        console.line(json.dumps(summary, allow_nan=False))
     return 0
 
 
@@ -263,8 +315,8 @@ def show_plan(preset: str, overrides: Sequence[str], run_key: str | None, *, as_
     places = {name: f"{given[name][0]} ({given[name][1]})" if name in given else "started for this run alone"
               for name in ("prefect", "ray")} | {"mlflow": str(tracked)}
     if as_json:
-        print(json.dumps({"config": config.model_dump(mode="json"), "plan": made.as_json(), "services": places}),
-              file=sys.stdout)
+        print(json.dumps({"config": config.model_dump(mode="json"), "plan": made.as_json(), "services": places},
+                         allow_nan=False), file=sys.stdout)
         return 0
     console.lines(["settings", *(f"  {name:<36} {json.dumps(value)}" for name, value in flatten(config).items())])
     console.lines(["", "plan", *(f"  {what:<18} {value}" for what, value in describe(config, made))])

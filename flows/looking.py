@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from types import FrameType
 from typing import Any
 
 from flows.console import Console
@@ -41,7 +43,7 @@ def _show(read: Any, run_key: str, *, as_json: bool, lines: Any, code: Any = lam
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     if as_json:
-        print(json.dumps(report), file=sys.stdout)
+        print(json.dumps(report, allow_nan=False), file=sys.stdout)
     else:
         Console().lines(lines(report))
     return code(report)
@@ -52,7 +54,7 @@ def _status_lines(report: dict[str, Any]) -> list[str]:
             ("steps", f"{report['steps']} of {report['total_steps']}")]
     rows += [(name, f"{report['metrics'][key]:.4g}") for name, key in (
         ("reward", "reward/mean"), ("staleness", "staleness/mean"), ("tokens/s", "rollout/tokens_per_s"))
-        if key in report["metrics"]]
+        if report["metrics"].get(key) is not None]
     rows += [("accuracy", f"{report['accuracy']:.3f}")] if report["accuracy"] is not None else []
     rows += [("waiting", report["waiting"])] if report["waiting"] else []
     rows += [("cause", report["cause"])] if report["cause"] else []
@@ -84,11 +86,13 @@ def _step_lines(report: dict[str, Any]) -> list[str]:
 
 
 def serve_ui() -> int:
-    """Serve MLflow's and Prefect's pages on loopback until Ctrl-C."""
+    """Serve MLflow's and Prefect's pages on loopback until Ctrl-C, SIGTERM, or the end of the terminal."""
     from tasks.paths import headway_home
     from tasks.ui import serve
 
     console = Console()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     try:
         with serve(headway_home()) as pages:
             console.lines([f"MLflow   {pages.mlflow}", f"Prefect  {pages.prefect}",
@@ -100,3 +104,10 @@ def serve_ui() -> int:
     except KeyboardInterrupt:
         return 0
     return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Leave by way of `serve`, which ends both servers; a second signal does not disturb it."""
+    for again in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(again, signal.SIG_IGN)
+    raise SystemExit(128 + number)

@@ -14,6 +14,11 @@ from __future__ import annotations
 
 import os
 import sys
+
+if __name__ == "__main__":
+    # Prefect reads its settings when it is imported; the command starts or finds the services first.
+    os.execv(sys.executable, [sys.executable, "-m", "flows.cli", "train", *sys.argv[1:]])
+
 from typing import Any
 
 from prefect import flow
@@ -88,9 +93,3 @@ def train_steps(session: Session) -> None:
         if checkpoint_due(session, done, last=True):
             checkpoint(session, done)
         wait_for_validations(session)
-
-
-if __name__ == "__main__":
-    # Prefect reads its settings when it is imported, which has happened above; the command starts or finds the
-    # services first, so it needs a fresh process.
-    os.execv(sys.executable, [sys.executable, "-m", "flows.cli", "train", *sys.argv[1:]])

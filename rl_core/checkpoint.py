@@ -8,6 +8,7 @@ restart (experience-store.md 3.8). No pickle: safetensors and JSON. Nothing is r
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -20,9 +21,11 @@ import xxhash
 from torch import Tensor
 
 from rl_core.errors import BrokenFile, CheckpointDamaged, WeightsDamaged
+from rl_core.model_setup import model_digests
 from rl_core.run_dir import RunDir, check_attempt, fsync_dir, numbered, put_if_absent, read_json, to_json
 from rl_core.weights import read_tensors, write_tensors
 
+LOG = logging.getLogger("headway.learner")
 MANIFEST = "manifest.json"
 PARAMETERS = "parameters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -155,19 +158,41 @@ def checkpoints(run: RunDir) -> list[int]:
 
 
 def newest_whole(run: RunDir) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None before the first one.
+    """The newest checkpoint that is whole; None where the initial model, which counts as checkpoint 0, comes next.
 
-    Raises CheckpointDamaged (naming the newest one's damage) if there are some and none is whole.
+    No shard is ever retired, so a run replays from any of them; what is passed over is a warning in the log. Raises
+    CheckpointDamaged if there are some, none is whole, and the initial model is not what the run began with either.
     """
-    first: CheckpointDamaged | None = None
+    damage: list[str] = []
     for n in reversed(checkpoints(run)):
         try:
-            return read_checkpoint(run, n)
+            found = read_checkpoint(run, n)
         except CheckpointDamaged as error:
-            first = first or error
-    if first is not None:
-        raise CheckpointDamaged(f"{run.checkpoints}: no checkpoint is whole; the newest: {first}") from first
+            damage.append(str(error))
+            continue
+        _warn_of(damage, f"checkpoint {n}")
+        return found
+    if damage:
+        _ensure_initial_model(run, damage[0])
+        _warn_of(damage, "the initial model, training every recorded step again")
     return None
+
+
+def _warn_of(damage: list[str], instead: str) -> None:
+    for text in damage:
+        LOG.warning("damaged checkpoint passed over (%s); the run goes on from %s", text, instead)
+
+
+def _ensure_initial_model(run: RunDir, damage: str) -> None:
+    """Raises CheckpointDamaged where the initial model's files are not those that the first start found."""
+    try:
+        stored: dict[str, str] = read_json(run.inputs)["digests"]
+    except FileNotFoundError:
+        return  # a run that no set-up has made: whatever loads is all that there is
+    changed = [name for name, digest in model_digests(run.model).items() if stored.get(name, digest) != digest]
+    if changed:
+        raise CheckpointDamaged(f"{run.checkpoints}: no checkpoint is whole (the newest: {damage}), and {run.model} is "
+                                f"not what the run began with ({', '.join(changed)} differ)")
 
 
 def prune_checkpoints(run: RunDir, keep: int) -> list[int]:

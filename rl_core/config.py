@@ -3,7 +3,7 @@
 Every field says what it is, with its unit, and has a kind (experience-store.md 3.12):
 
 * `identity`: what makes the run this run; a difference on resume is refused by name.
-* `training`: how it learns; changes are a config revision.
+* `training`: how it learns; a difference on resume is refused by name, too: settings cannot be amended yet.
 * `operational`: how it is run; free on any restart.
 * `environment`: where it is run; free, but bit-identical replay is not promised across it.
 
@@ -31,7 +31,7 @@ def identity(default: Any, text: str, **limits: Any) -> Any:
 
 
 def training(default: Any, text: str, **limits: Any) -> Any:
-    """A field of how the run learns: a change is a config revision."""
+    """A field of how the run learns: a difference on resume is refused by name."""
     return Field(default, description=text, json_schema_extra=_kind("training"), **limits)
 
 

@@ -77,7 +77,7 @@ def _observed(run: RunDir, step: int) -> dict[str, float]:
 def trained_ages(run: RunDir) -> NDArray[np.int64]:
     """Age of every trained group at its step, publications, in training order (experience-store.md 3.6).
 
-    From claims and shards. Groups whose shard retention has removed are left out.
+    From claims and shards. Groups whose shard is not there any more are left out.
     """
     known: dict[tuple[str, int], NDArray[np.int32] | None] = {}
     ages: list[int] = []

@@ -42,7 +42,7 @@ class Metric:
 
 
 METRICS: tuple[Metric, ...] = (
-    # What the optimizer did (algorithms.md).
+    # What the optimizer did (algorithms.md, invariants in section 9).
     Metric("train/policy_loss", "1", "Policy loss, mean over the step's updates.", "updates"),
     Metric("train/entropy", "nats/token", "Entropy of the policy at the sampling temperature.", "tokens"),
     Metric("train/clip_low", "share", "Loss tokens whose ratio was clipped at 1 - clip_low.", "tokens"),

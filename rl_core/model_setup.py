@@ -26,11 +26,14 @@ from rl_core.run_dir import fsync_dir, put_if_absent, read_json, to_json
 RECIPE = 1
 """Raised when the same settings would give other bytes: part of the cache key."""
 MANIFEST = "headway-model.json"
+INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 """Files that decide what text becomes of ids, and the other way round."""
 UNLOADABLE = (ValueError, LookupError, OSError, ImportError, TypeError, AttributeError, RecursionError)
 """What transformers raises over files of a model directory that are not what they should be."""
+TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
+SETTINGS_FILES = ("config.json", "generation_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 Progress = Callable[[int, int], None]
@@ -119,7 +122,7 @@ def model_digests(directory: Path) -> dict[str, str]:
 
     `model` covers config.json, generation_config.json and every safetensors file, by name.
     """
-    files = [directory / "config.json", directory / "generation_config.json", *sorted(directory.glob("*.safetensors"))]
+    files = [*(directory / name for name in SETTINGS_FILES), *sorted(directory.glob("*.safetensors"))]
     tokenizer = [directory / name for name in TOKENIZER_FILES]
     return {"model": _files_digest(files), "tokenizer": _files_digest(tokenizer),
             "chat_template": xxhash.xxh3_128_hexdigest(chat_template(directory).encode())}
@@ -134,6 +137,39 @@ def _files_digest(paths: list[Path]) -> str:
                 while block := file.read(1 << 22):
                     digest.update(block)
     return digest.hexdigest()
+
+
+def loaded_files(directory: Path) -> list[Path]:
+    """Files of a model directory that engine, learner and tokenizer are loaded from, relative to it.
+
+    Whatever else lies there (other formats of the same weights, optimizer states, a repository) is left out. Raises
+    ConfigError naming `model.path` where the index of the weights cannot be read.
+    """
+    names = [*SETTINGS_FILES, INDEX, *weight_files(directory), *TOKENIZER_FILES]
+    found = [Path(name) for name in names if (directory / name).is_file()]
+    return found + sorted(path.relative_to(directory) for pattern in TEMPLATE_FILES for path in directory.glob(pattern))
+
+
+def loaded_bytes(directory: Path) -> int:
+    """Bytes of `loaded_files`: what `copy_model` writes."""
+    return sum((directory / name).stat().st_size for name in loaded_files(directory))
+
+
+def copy_model(source: Path, target: Path) -> None:
+    """Copy `loaded_files` to `target`, beside it first and durably; a target that is there stands. For one writer."""
+    if target.exists():
+        return
+    aside = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    for name in loaded_files(source):
+        copy = aside / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, copy)
+        with copy.open("rb") as file:
+            os.fsync(file.fileno())
+        fsync_dir(copy.parent)
+    os.rename(aside, target)
+    fsync_dir(target.parent)
 
 
 def chat_template(directory: Path) -> str:
@@ -234,18 +270,24 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 # -- safetensors headers
 
 
+def weight_files(directory: Path) -> list[str]:
+    """Names of the safetensors files that the weights are loaded from. Raises ConfigError for a broken index."""
+    if not (directory / INDEX).is_file():
+        return ["model.safetensors"]
+    weight_map = _json_object(directory, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        _refuse(directory, f"has a {INDEX} without a weight_map")
+    names = sorted({str(name) for name in cast(dict[str, Any], weight_map).values()})
+    for name in names:
+        if Path(name).name != name:
+            _refuse(directory, f"has a {INDEX} that names {name!r}; weights lie beside their index")
+    return names
+
+
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by tensor name, from the headers alone. Raises ConfigError for missing, cut or foreign files."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _json_object(directory, index.name).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            _refuse(directory, f"has a {index.name} without a weight_map")
-        files = sorted({str(name) for name in cast(dict[str, Any], weight_map).values()})
-    else:
-        files = ["model.safetensors"]
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in files:
+    for name in weight_files(directory):
         if not (directory / name).is_file():
             _refuse(directory, f"has no {name}; weights must be safetensors (pickled weights are not loaded)")
         shapes |= _header(directory, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, numbered, numbers, put_if_absent, read_json, to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ def put_observation(run: RunDir, step: int, metrics: Mapping[str, float], ts_us:
 def read_observation(run: RunDir, step: int) -> Observation:
     """Raises FileNotFoundError where step k has none."""
     payload = read_json(run.observation(step))
-    return Observation(step=payload["step"], metrics=payload["metrics"], ts_us=payload["ts_us"])
+    return Observation(step=payload["step"], metrics=numbers(payload["metrics"]), ts_us=payload["ts_us"])
 
 
 def observed_steps(run: RunDir) -> list[int]:

@@ -20,7 +20,7 @@ from rl_core.errors import ConfigError
 
 BYTES_PER_TOKEN = 13
 """Of a shard: int32 ids, float32 log-probs, uint8 mask, int32 version runs at worst (one run a token is 8 more, never
-seen); experience-store.md measured 8.95."""
+seen); measured: 8.95 (experience-store.md section 4)."""
 GROUP_OVERHEAD_BYTES = 2048
 BYTES_PER_STEP = 4096
 """Claim, record and observation of one training step."""
@@ -187,6 +187,8 @@ class InputFacts:
     """Of the float32 parameters."""
     context: int
     """Longest sequence the model takes, tokens."""
+    copied_bytes: int = 0
+    """Of the model directory's files that a run keeps a copy of."""
     vocabulary: int | None = None
     """Rows of the model's embedding: token ids from 0."""
 
@@ -210,7 +212,7 @@ class Plan:
     reserve_bytes: int
     """Checkpoints, versions, and 64 MiB."""
     disk_bytes: int
-    """Estimate for the whole run."""
+    """Estimate for the whole run, the copy of the initial model included."""
     memory_bytes: int
     """Estimate of parameters, gradients, optimizer, and one engine copy per worker and for validation."""
 
@@ -266,11 +268,13 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     model_bytes = facts.model_bytes if facts else 0
     reserve = RESERVE_BYTES + 4 * (config.checkpoint.keep + 1) * model_bytes + (config.weights.keep + 1) * model_bytes
     total = config.groups_per_step * config.total_steps
-    disk = reserve + group_bytes * total + BYTES_PER_STEP * config.total_steps
+    kept = reserve + (facts.copied_bytes if facts else 0)
+    disk = kept + group_bytes * total + BYTES_PER_STEP * config.total_steps
     if config.storage.bytes_quota < disk:  # no shard is retired while its run goes on: the quota holds them all
         _refuse("storage.bytes_quota", config.storage.bytes_quota,
-                f"{config.total_steps} training steps land about {disk - reserve} bytes beside a reserve of {reserve}, "
-                f"and no shard is retired before the end of the run: use at least {disk}, or fewer total_steps")
+                f"{config.total_steps} training steps land about {disk - kept} bytes beside {kept} of model, "
+                f"checkpoints and versions, and no shard is retired before the end of the run: use at least {disk}, or "
+                "fewer total_steps")
     if facts is not None:
         _check_inputs(config, facts)
     return Plan(

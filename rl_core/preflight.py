@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl_core.config import Config, LocalModel, TinyModel
 from rl_core.errors import ConfigError
-from rl_core.model_setup import ModelFacts, check_model
+from rl_core.model_setup import ModelFacts, check_model, loaded_bytes
 from rl_core.plan import InputFacts
 from rl_core.rollout.prompts import PromptSource, load_tokenizer
 from rl_core.rollout.rewards.scoring import check_reward
@@ -33,20 +33,22 @@ class Inputs:
 
 def inspect_inputs(config: Config) -> Inputs:
     """Check everything that the settings point at. Raises ConfigError or DataError; starts nothing that stays."""
+    _check_given(config)
     _check_devices(config)
     if isinstance(config.model, LocalModel):
         directory = Path(config.model.path).expanduser()
-        model = check_model(directory)
+        model, copied = check_model(directory), loaded_bytes(directory)
         prompts = PromptSource(config, load_tokenizer(directory), vocab_size=model.vocabulary)
     else:
         model = tiny_facts(config.model)
+        copied = 4 * model.parameters
         prompts = _tiny_prompts(config, model)
     check_reward(config, rows=prompts)
     lengths = prompts.lengths
     facts = InputFacts(rows=len(prompts), longest_prompt=int(lengths.max(initial=0)),
                        mean_prompt=float(lengths.mean()) if len(lengths) else 0.0,
                        validation_rows=len(prompts.validation()), model_bytes=4 * model.parameters,
-                       context=model.context, vocabulary=model.vocabulary)
+                       copied_bytes=copied, context=model.context, vocabulary=model.vocabulary)
     return Inputs(prompts=prompts, facts=facts)
 
 
@@ -64,6 +66,18 @@ def _tiny_prompts(config: Config, model: ModelFacts) -> PromptSource:
     with tempfile.TemporaryDirectory(prefix="headway-") as name:
         write_tokenizer(Path(name), model.context)
         return PromptSource(config, load_tokenizer(Path(name)), vocab_size=model.vocabulary)
+
+
+def _check_given(config: Config) -> None:
+    """Refuse, all at once, what a preset leaves to be set (`local-model-cpu`): an empty text is no path."""
+    path = config.model.path if isinstance(config.model, LocalModel) else None
+    given = {"model.path": (path, "a directory with a Hugging Face causal language model"),
+             "data.train": (config.data.train, "a JSONL file, or sort"),
+             "data.validation": (config.data.validation, "a JSONL file, sort, or null")}
+    empty = [f"{name}: must be set (got ''); add --set {name}=..., {what}"
+             for name, (value, what) in given.items() if value == ""]
+    if empty:
+        raise ConfigError("\n".join(empty))
 
 
 def _check_devices(config: Config) -> None:

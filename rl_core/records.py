@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, numbered, numbers, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord, WeightVersion
 
 
@@ -23,10 +23,12 @@ def put_record(run: RunDir, record: StepRecord) -> StepRecord:
 
 
 def read_record(run: RunDir, step: int) -> StepRecord:
-    """Raises FileNotFoundError where step k has no record."""
+    """Raises FileNotFoundError where step k has no record. A metric that does not exist in the step is NaN."""
     payload = read_json(run.record(step))
     payload.pop("format")
     published = payload.pop("published")
+    for name in ("metrics", "seconds"):
+        payload[name] = numbers(payload[name])
     return StepRecord(**payload, published=None if published is None else WeightVersion(**published))
 
 

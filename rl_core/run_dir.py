@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -86,8 +87,31 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def to_json(payload: dict[str, Any]) -> bytes:
-    """One JSON object with its format number, keys in the given order."""
-    return (json.dumps({"format": FORMAT, **payload}, allow_nan=True) + "\n").encode()
+    """One JSON object with its format number, keys in the given order; NaN and infinities are written as null."""
+    whole = {"format": FORMAT, **payload}
+    try:
+        text = json.dumps(whole, allow_nan=False)
+    except ValueError:  # JSON has no word for them
+        text = json.dumps(json_values(whole), allow_nan=False)
+    return (text + "\n").encode()
+
+
+def json_values(value: Any) -> Any:
+    """The same values with None for every number that JSON has no word for, at any depth."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: json_values(part) for key, part in cast(dict[Any, Any], value).items()}
+        case list() | tuple():
+            return [json_values(part) for part in cast(list[Any], value)]
+        case _:
+            return value
+
+
+def numbers(stored: Mapping[str, float | None]) -> dict[str, float]:
+    """Numbers by name as they were before `to_json`: null is NaN."""
+    return {name: math.nan if value is None else value for name, value in stored.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -167,7 +191,8 @@ class RunDir:
 
     @property
     def inputs(self) -> Path:
-        """Digests of model, tokenizer, chat template and data, as the first start found them."""
+        """Digests of model, tokenizer, chat template and data, and the number of prompts, as the first start found
+        them."""
         return self.root / "inputs.json"
 
     @property
@@ -180,10 +205,6 @@ class RunDir:
 
     def attempt(self, a: int) -> Path:
         return self.attempts / f"attempt-{a:06d}.json"
-
-    @property
-    def revisions(self) -> Path:
-        return self.root / "revisions"
 
     # -- model and weights
     @property

@@ -58,14 +58,23 @@ def open_identity(run: RunDir, run_key: str, preset: str, config: Config) -> Run
     return stored
 
 
-def check_inputs(run: RunDir, digests: dict[str, str]) -> None:
+def check_inputs(run: RunDir, digests: dict[str, str], rows: int | None = None) -> None:
     """Digests of model, tokenizer, chat template and data: written by the first start, equal at every later one.
 
-    Raises ConfigError naming what changed under its path.
+    `rows`: prompts of the data, which the digest of the data covers; stored beside the digests for the audit. Raises
+    ConfigError naming what changed under its path.
     """
-    put_if_absent(run.inputs, to_json({"digests": digests}))
+    put_if_absent(run.inputs, to_json({"digests": digests, "rows": rows}))
     stored: dict[str, str] = read_json(run.inputs)["digests"]
     changed = [name for name in digests if stored.get(name) != digests[name]]
     if changed:
         raise ConfigError(f"{run.root}: {', '.join(changed)} changed since the run began (by digest); a run trains on "
                           "what it began with: put it back, or use another --run-key")
+
+
+def prompt_rows(run: RunDir) -> int | None:
+    """Prompts of the run's data, as the first start counted them; None before it, and where it did not say."""
+    try:
+        return read_json(run.inputs).get("rows")
+    except FileNotFoundError:
+        return None

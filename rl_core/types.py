@@ -265,7 +265,7 @@ class Claim:
     """(ordinal of the group in `groups`, tokens of it that leave the loss by age)."""
     dropped: tuple[Drop, ...]
     revision: int
-    """Config revision that this claim was judged by."""
+    """Config revision that this claim was judged by; always 0, since no setting of how it learns may change yet."""
     ts_us: int
 
 

@@ -1,7 +1,7 @@
 """Validation: how good a weight version is on held-out prompts, measured in an engine of its own.
 
 Greedy answers, and one sampled answer per prompt at the run's temperature, both with fixed seeds, so that two versions
-are asked the same questions in the same way. Accuracy is of `correct`, never of a shaped reward (algorithms.md).
+are asked the same questions in the same way. Accuracy is of `correct`, never of a shaped reward (algorithms.md 10).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,6 +47,8 @@ NAMESPACE = "headway"
 LOST_CHECK_S = 0.5
 """How often a waiting call looks whether the Ray head is still there."""
 OWNER = "owner"
+DEATH_S = 2.0
+"""How long after a failed call the death of another actor may come to light and be its cause."""
 KILL_S = 10.0
 """Longest wait for a killed actor to be gone."""
 DEATHS: dict[str, type[DeadPart]] = {"rollout": WorkerDead, "learner": LearnerDead}
@@ -170,30 +172,77 @@ class Pending:
     """A call on its way: `handle.call_async("train", 3).result(60.0)`."""
 
     def __init__(self, handle: Handle, method: str, ref: Any) -> None:
-        self._handle, self._method, self._ref = handle, method, ref
+        self.handle, self.method, self.ref = handle, method, ref
 
     def result(self, deadline_s: float) -> Any:
         """The answer. Raises DeadlinePassed after `deadline_s`, the role's own exception, or that the actor is dead."""
-        handle, begun = self._handle, time.monotonic()
-        while True:
-            signals.check()
-            left = deadline_s - (time.monotonic() - begun)
-            if (why := lost()) is not None:
-                raise handle.death(self._method, why)
+        return gather([self], deadline_s)[0]
+
+    def death(self, why: str) -> DeadPart:
+        return self.handle.death(self.method, why)
+
+    def answer(self) -> Any:
+        """The answer of a call that has ended."""
+        try:
+            return ray.get(self.ref)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if not isinstance(cause, BaseException) or isinstance(cause, ray.exceptions.RayError):
+                raise self.death(str(error)) from None
+            cause.add_note(f"raised in {self.handle.label} by `{self.method}`:\n{error}")
+            raise cause from None
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise self.death(str(error).strip().splitlines()[0]) from None
+
+
+def gather(calls: Sequence[Pending], deadline_s: float, check: Callable[[], None] = signals.check) -> list[Any]:
+    """The answers of calls that were sent together, in their order; the first one to fail raises, whichever it is.
+
+    `check` is asked meanwhile, and raises what else shall end the wait. A call that fails because another one's actor
+    died (a collective lost its peer) raises that death. Errors: see `Pending.result`.
+    """
+    waiting, answers, until = list(calls), dict[Pending, Any](), time.monotonic() + deadline_s
+    while waiting:
+        check()
+        left = until - time.monotonic()
+        if (why := lost()) is not None:
+            raise waiting[0].death(why)
+        ended = _ended(waiting, max(0.0, min(LOST_CHECK_S, left)))
+        if not ended and left <= LOST_CHECK_S:
+            raise DeadlinePassed(f"{waiting[0].handle.label}: `{waiting[0].method}` gave no answer in {deadline_s:g} s")
+        for call in ended:
+            waiting.remove(call)
             try:
-                return ray.get(self._ref, timeout=max(0.0, min(LOST_CHECK_S, left)))
-            except ray.exceptions.GetTimeoutError:
-                if left <= LOST_CHECK_S:
-                    raise DeadlinePassed(f"{handle.label}: `{self._method}` gave no answer in {deadline_s:g} s"
-                                         ) from None
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                if not isinstance(cause, BaseException) or isinstance(cause, ray.exceptions.RayError):
-                    raise handle.death(self._method, str(error)) from None
-                cause.add_note(f"raised in {handle.label} by `{self._method}`:\n{error}")
-                raise cause from None
-            except (ray.exceptions.RayError, ConnectionError) as error:
-                raise handle.death(self._method, str(error).strip().splitlines()[0]) from None
+                answers[call] = call.answer()
+            except DeadPart:
+                raise
+            except Exception as error:
+                raise (_death(waiting) or error) from None
+    return [answers[call] for call in calls]
+
+
+def _ended(calls: Sequence[Pending], wait_s: float) -> list[Pending]:
+    """At least one that has ended, or none after `wait_s`."""
+    try:
+        refs, _ = ray.wait([call.ref for call in calls], timeout=wait_s)
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise calls[0].death(str(error).strip().splitlines()[0]) from None
+    return [call for call in calls if call.ref in refs]
+
+
+def _death(calls: list[Pending]) -> DeadPart | None:
+    """The first death among these calls, as far as it is known soon."""
+    until = time.monotonic() + DEATH_S
+    while calls and time.monotonic() < until:
+        for call in _ended(calls, LOST_CHECK_S):
+            calls.remove(call)
+            try:
+                call.answer()
+            except DeadPart as death:
+                return death
+            except Exception:  # its own view of the same trouble
+                continue
+    return None
 
 
 class Handle:

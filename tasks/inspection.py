@@ -1,19 +1,23 @@
-"""What the read-only commands show, read from the run directory alone: status, audit, inspect."""
+"""What the read-only commands show, read from the run directory alone: status, audit, inspect.
+
+Reports are JSON values: a number that does not exist is None.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from rl_core.errors import ConfigError
+from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.audit import audit
 from rl_core.experience.ledger import claimed_steps, read_claim
 from rl_core.experience.reader import read_groups
-from rl_core.history import read_validations
+from rl_core.history import Summary, read_validations, summarize
 from rl_core.records import read_record, recorded_steps
 from rl_core.rollout.prompts import Tokenizer, load_tokenizer
-from rl_core.run_dir import RunDir, newest_attempt, owner_is_alive, read_json
-from rl_core.run_identity import RunIdentity, read_identity
+from rl_core.run_dir import RunDir, json_values, newest_attempt, owner_is_alive, read_json
+from rl_core.run_identity import RunIdentity, prompt_rows, read_identity
 from rl_core.types import WeightVersion
 from rl_core.versions import read_versions
 from tasks.paths import run_dir
@@ -61,6 +65,15 @@ def steps_done(run: RunDir) -> int:
     return len(recorded_steps(run))
 
 
+def summary_so_far(run_key: str, status: str, wall_s: float) -> dict[str, Any]:
+    """The keys of `--json` of a run that did not complete; no numbers where its directory itself is broken."""
+    try:
+        return summarize(run_dir(run_key), run_key=run_key, status=status, wall_s=wall_s).as_json()
+    except (BrokenFile, OSError):
+        known = {"run_key": run_key, "status": status, "wall_s": round(wall_s, 3)}
+        return {key.name: known.get(key.name) for key in fields(Summary)}
+
+
 def run_status(run_key: str) -> dict[str, Any]:
     """What the run is doing, or how its last attempt ended, as one JSON object."""
     run = run_dir(run_key)
@@ -73,18 +86,20 @@ def run_status(run_key: str) -> dict[str, Any]:
         state = result.get("status", "stopped") if result.get("attempt") == newest_attempt(run) else "stopped"
     cause = f"{result['error']}: {result['message']}" if state == "failed" else None
     accuracies = [v.greedy_accuracy for v in read_validations(run)]
-    return {"run_key": run_key, "state": state, "alive": alive, "steps": steps_done(run),
-            "total_steps": view.get("total_steps", identity.config.total_steps),
-            "accuracy": accuracies[-1] if accuracies else None, "metrics": view.get("metrics", {}),
-            "live": view.get("live", {}) if alive else {}, "waiting": view.get("note") if alive else None,
-            "cause": cause, "attempt": newest_attempt(run), "directory": str(run.root)}
+    return json_values({
+        "run_key": run_key, "state": state, "alive": alive, "steps": steps_done(run),
+        "total_steps": view.get("total_steps", identity.config.total_steps),
+        "accuracy": accuracies[-1] if accuracies else None, "metrics": view.get("metrics", {}),
+        "live": view.get("live", {}) if alive else {}, "waiting": view.get("note") if alive else None,
+        "cause": cause, "attempt": newest_attempt(run), "directory": str(run.root)})
 
 
 def run_audit(run_key: str) -> dict[str, Any]:
     """The partition of positions and rows of a run; `holds` is False where something is in no state or in two."""
     run = run_dir(run_key)
-    open_run(run, run_key)
-    return {"run_key": run_key, **audit(run).as_json()}
+    identity = open_run(run, run_key)
+    report = audit(run, n_prompts=prompt_rows(run), epochs=identity.config.data.epochs)
+    return {"run_key": run_key, **report.as_json()}
 
 
 def run_step(run_key: str, step: int) -> dict[str, Any]:
@@ -102,9 +117,9 @@ def run_step(run_key: str, step: int) -> dict[str, Any]:
     groups = [_group_for_people(group, tokenizer, versions, claim.idx) for group in read_groups(run, claim)]
     rewards = [answer["reward"] for group in groups for answer in group["answers"]]
     recorded = run.record(step).exists()
-    return {"run_key": run_key, "step": step, "idx": claim.idx, "recorded": recorded, "groups": groups,
-            "reward_mean": sum(rewards) / len(rewards),
-            "metrics": read_record(run, step).metrics if recorded else {}}
+    return json_values({
+        "run_key": run_key, "step": step, "idx": claim.idx, "recorded": recorded, "groups": groups,
+        "reward_mean": sum(rewards) / len(rewards), "metrics": read_record(run, step).metrics if recorded else {}})
 
 
 def _group_for_people(group: dict[str, Any], tokenizer: Tokenizer, versions: Mapping[int, WeightVersion],

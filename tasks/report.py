@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,13 @@ from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from rl_core.config import Config
 from rl_core.history import summarize
+from rl_core.run_dir import OwnerLock, RunDir, read_json, replace_file, to_json
+from rl_core.run_identity import read_identity
 from tasks.figures import draw_figures
+from tasks.paths import headway_home
+from tasks.tracking import Tracker, destination
 
 if TYPE_CHECKING:
     from tasks.session import Session
@@ -28,13 +34,34 @@ def publish_report(session: Session) -> dict[str, Any]:
     session.tracker.flush(deadline_s=FLUSH_S)  # so that the summary can name the MLflow run, also of a very short run
     summary = summarize(run, run_key=identity.run_key, status="completed",
                         wall_s=time.monotonic() - session.started_s, mlflow_run_id=session.tracker.run_id).as_json()
-    create_markdown_artifact(markdown=summary_markdown(summary), key="summary", description="Summary of the run")
-    if session.tracker.link is not None:
-        create_link_artifact(link=session.tracker.link, link_text=f"MLflow run {identity.run_key}", key="mlflow-run",
-                             description="Metrics, figures and parameters of this run")
     assert session.ended is not None
     session.finish("completed", figures=figures, summary=summary, ended=asdict(session.ended))
+    with suppress(Exception):  # a view: Prefect being away does not make a trained run fail
+        create_markdown_artifact(markdown=summary_markdown(summary), key="summary", description="Summary of the run")
+        if session.tracker.link is not None:
+            create_link_artifact(link=session.tracker.link, link_text=f"MLflow run {identity.run_key}",
+                                 key="mlflow-run", description="Metrics, figures and parameters of this run")
     return summary
+
+
+def track_again(run: RunDir, config: Config) -> dict[str, Any]:
+    """Replay a completed run to MLflow, which was away at its end. Returns the result as it is stored now.
+
+    Raises RunIsAlive while its owner, or another replay, is still at it.
+    """
+    lock = OwnerLock(run)
+    try:
+        identity, result = read_identity(run), read_json(run.result)
+        tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=identity.run_uuid,
+                          run_key=identity.run_key)
+        tracker.start()
+        result["tracked"] = tracker.finish("FINISHED", deadline_s=FLUSH_S, artifacts=sorted(run.figures.glob("*.png")))
+        result["tracking_trouble"] = tracker.trouble
+        result["summary"]["mlflow_run_id"] = tracker.run_id or result["summary"]["mlflow_run_id"]
+        replace_file(run.result, to_json({key: value for key, value in result.items() if key != "format"}))
+        return result
+    finally:
+        lock.release()
 
 
 def summary_markdown(summary: dict[str, Any]) -> str:

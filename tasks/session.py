@@ -5,9 +5,8 @@ A start and a restart are one path; all that differs is what the run directory a
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
-import tempfile
 import threading
 import time
 import traceback
@@ -23,23 +22,26 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
 from rl_core.config import Config
-from rl_core.errors import DeadPart
+from rl_core.errors import DeadPart, RunEnded
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData
-from rl_core.metrics import PoolReading, pool_metrics, read_pool
-from rl_core.model_setup import model_digests, set_up_model
-from rl_core.records import recorded_steps
+from rl_core.metrics import PoolReading, names, pool_metrics, read_pool
+from rl_core.model_setup import copy_model, model_digests, set_up_model
+from rl_core.observations import observed_steps, put_observation
+from rl_core.records import read_record, recorded_steps
 from rl_core.rollout.prompts import PromptSource
 from rl_core.rollout.pump import Pump
-from rl_core.run_dir import OwnerLock, RunDir, replace_file, self_test, to_json
+from rl_core.run_dir import OwnerLock, RunDir, numbered, replace_file, self_test, to_json
 from rl_core.run_identity import RunIdentity, check_inputs, open_identity
 from rl_core.types import StepRecord
-from tasks import cluster, services
+from tasks import cluster, services, signals
 from tasks.attempts import end_flow_run_before
 from tasks.paths import headway_home, run_dir
 from tasks.progress import Progress, ProgressArtifact
 from tasks.tracking import Status, Tracker, destination
-from tasks.training import Claims, LearnerGroup
+from tasks.training import Claims, LearnerGroup, first_step
+
+SERVICES_STOP_S = 5.0
 
 
 class Session:
@@ -62,9 +64,14 @@ class Session:
         self.started_s = time.monotonic()
         self.stop = threading.Event()
         self.validations: list[Any] = []
+        self.validations_left: set[int] = set()
+        """Steps whose validation waits or runs."""
         self.validated: set[int] = set()
         self.ended: EndOfData | None = None
         self.validating = threading.Lock()
+        self.services: services.Services | None = None
+        """Those that this start has to end, as no command does."""
+        self._ending = threading.Event()
         self._before: PoolReading | None = None
         self._artifact = ProgressArtifact(config.total_steps)
 
@@ -73,10 +80,26 @@ class Session:
         """From the first step without a record; from the run directory, not from a cache."""
         return range(self.first_step, self.config.total_steps)
 
+    def check(self) -> None:
+        """To be asked by whoever waits: raises KeyboardInterrupt for a signal, and the error of a pump or of a
+        validation that failed meanwhile."""
+        signals.check()
+        if hasattr(self, "experience") and self.experience.failure is not None:
+            raise self.experience.failure
+
     def send_ahead(self, step: int) -> None:
         """Let the learner go on with a claimed step by itself, unless a checkpoint of those before is due first."""
         if step % self.config.checkpoint.every != 0:
-            self.learner.send(step)
+            with suppress(DeadPart):  # `train` says it
+                self.learner.send(step)
+
+    def restart_validator(self) -> None:
+        """A fresh validation engine in place of one that died. Raises RunEnded if it was ended with the session."""
+        if not self._ending.is_set():
+            self.validator = cluster.start_or_adopt(_validator_spec(self), fresh=True)
+        if self._ending.is_set():  # also when that came meanwhile: then nobody else ends the new one
+            self.validator.kill()
+            raise RunEnded("nothing more is validated: the session has ended")
 
     def saw_step(self, record: StepRecord) -> None:
         """Note a trained step: what the rollout side did meanwhile, tracking, status line."""
@@ -100,23 +123,30 @@ class Session:
         """Let the pump go and end the workers: nothing more is claimed. Raises what the pump raised."""
         self.stop.set()
         self.rollout.result(timeout=5)
+        self.check()
         self.pool.kill()
 
     def finish(self, status: str, figures: Sequence[Path] = (), **result: Any) -> None:
         """Write how this attempt ended; MLflow, the status line and the exit code agree with it."""
         payload = {"status": status, "attempt": self.attempt, "run_key": self.identity.run_key,
-                   "ts_us": time.time_ns() // 1000, **result}
+                   "wall_s": round(time.monotonic() - self.started_s, 3), "ts_us": time.time_ns() // 1000,
+                   "tracked": False, "tracking_trouble": None, **result}
         self.progress.set(state=status)
-        try:
-            replace_file(self.run.result, to_json(payload))
-        except OSError as error:  # a full disk: the console still says it
-            self.progress.set(trouble=f"{self.run.result}: {error}")
+        self._put_result(payload)
         ending = threading.Thread(target=self._end_actors, name="end-actors")
         ending.start()  # beside MLflow's last words, which may take their time
         if hasattr(self, "tracker"):
             ends: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-            self.tracker.finish(ends[status], deadline_s=20 if status == "completed" else 5, artifacts=figures)
+            tracked = self.tracker.finish(ends[status], deadline_s=20 if status == "completed" else 5,
+                                          artifacts=figures)
+            self._put_result({**payload, "tracked": tracked, "tracking_trouble": self.tracker.trouble})
         ending.join()
+
+    def _put_result(self, payload: dict[str, Any]) -> None:
+        try:
+            replace_file(self.run.result, to_json(payload))
+        except OSError as error:  # a full disk: the console still says it
+            self.progress.set(trouble=f"{self.run.result}: {error}")
 
     def failed(self, error: BaseException) -> None:
         """Note a failure by its first cause: a claim that a dead pump starved raises the pump's error itself."""
@@ -139,12 +169,16 @@ class Session:
         self.stop.set()
         self._end_actors()
         cluster.disconnect()
+        if self.services is not None:
+            with suppress(DeadPart):
+                services.stop(self.services, SERVICES_STOP_S)
         self._artifact.close()
         self.progress.close()
         self.lock.release()
 
     def _end_actors(self) -> None:
         """End all actors at once. Idempotent."""
+        self._ending.set()
         if hasattr(self, "claims"):
             self.claims.close()
         ends = [end for name, end in (("pool", "kill"), ("learner", "close"), ("validator", "kill"))
@@ -177,21 +211,23 @@ def set_up(session: Session) -> None:
     run, config, progress = session.run, session.config, session.progress
     for directory in (run.ledger(), run.records, run.versions, run.attempts, run.outcomes):
         self_test(directory)
-    session.attempt = session.lock.next_attempt(len(recorded_steps(run)), flow_run.get_id())
+    session.attempt = session.lock.next_attempt(first_step(run), flow_run.get_id())
+    _observe_all(run)
     end_flow_run_before(run, session.attempt)
     with progress.stage("model"):
         _place_model(session)
         prompts = PromptSource.of_model(config, run.model)
-        check_inputs(run, {**model_digests(run.model), "data": prompts.digest})
+        check_inputs(run, {**model_digests(run.model), "data": prompts.digest}, rows=len(prompts))
     with progress.stage("actors"):
         _start_actors(session)
     with progress.stage("learner"):
         session.first_step = session.learner.bring_up(
             lambda done, total: progress.set(state="replaying", replayed=[done, total]))
+        _note_damage(session)
         session.published_idx = session.learner.publish().idx
     with progress.stage("experience"):
         session.experience = Experience(run, config, session.attempt)
-        session.claims = Claims(session.experience, config)
+        session.claims = Claims(session.experience, config, session.check)
         session.pump = Pump(run, config, prompts, session.experience, session.pool, session.attempt)
         progress.watch(session.pump.snapshot)
     session.tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=session.identity.run_uuid,
@@ -199,6 +235,20 @@ def set_up(session: Session) -> None:
                               report=lambda text: progress.set(note=text))
     session.tracker.start()  # here, since its imports would slow down the actors' start
     progress.set(state="training", step=session.first_step)
+
+
+def _observe_all(run: RunDir) -> None:
+    """Every recorded step has an observation: its owner was stopped before it wrote that of the last ones."""
+    for step in sorted(set(recorded_steps(run)) - set(observed_steps(run))):
+        put_observation(run, step, dict.fromkeys(names("owner"), math.nan), read_record(run, step).ts_us)
+
+
+def _note_damage(session: Session) -> None:
+    """A checkpoint that was passed over is said where people look; the learner's log says what is wrong with it."""
+    newest = max((n for n, _ in numbered(session.run.checkpoints, r"n-(\d{9})")), default=0)
+    if newest > session.learner.restored:
+        session.progress.set(note=f"checkpoint {newest} is damaged: trained again from step "
+                                  f"{session.learner.restored}, see {session.run.logs / 'learner-0.log'}")
 
 
 def _place_model(session: Session) -> None:
@@ -209,18 +259,18 @@ def _place_model(session: Session) -> None:
     source = set_up_model(config, headway_home() / "models",
                           lambda done, total: progress.set(state="warming up", warmed_up=[done, total]))
     progress.set(state="starting")
-    aside = run.root / f".model-{os.getpid()}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(source, aside)
-    aside.rename(run.model)
+    copy_model(source, run.model)
 
 
 def _start_actors(session: Session) -> None:
     """Learner ranks, rollout workers and the validation engine: alive from an earlier start, or new, all at once."""
     config, deadlines = session.config, session.config.deadlines
+    commanded = services.PRIVATE in os.environ  # the command started them, and ends them
     where = services.start(session.run.services, headway_home(), isolated=config.isolated, deadlines=deadlines)
+    if not (commanded and where.adopted):
+        session.services = where
     cluster.connect(where, owner_timeout_s=deadlines.owner_timeout_s)
-    session.learner = LearnerGroup(session.run, config, lambda: _learner_specs(session))
+    session.learner = LearnerGroup(session.run, config, lambda meeting: _learner_specs(session, meeting), session.check)
     session.pool = cluster.RemotePool(_worker_specs(session), call_s=deadlines.call_s, swap_s=deadlines.swap_s)
     with ThreadPoolExecutor(3, thread_name_prefix="set-up") as pool:
         starts = [pool.submit(session.learner.start), pool.submit(session.pool.links)]
@@ -242,12 +292,11 @@ def _spec(session: Session, role: str, index: int, factory: str, threads: int, g
         log=session.run.logs / f"{role}-{index}.log")
 
 
-def _learner_specs(session: Session) -> list[cluster.ActorSpec]:
+def _learner_specs(session: Session, meeting: Path) -> list[cluster.ActorSpec]:
     settings = session.config.learner
-    meeting = "file://" + tempfile.mktemp(prefix=".rendezvous-", dir=session.run.root) if settings.ranks > 1 else "none"
     return [_spec(session, "learner", rank, "rl_core.learner.learner:Learner", settings.threads,
                   float(settings.device == "cuda"), attempt=session.attempt, rank=rank, ranks=settings.ranks,
-                  rendezvous=meeting) for rank in range(settings.ranks)]
+                  rendezvous=f"file://{meeting}") for rank in range(settings.ranks)]
 
 
 def _worker_specs(session: Session) -> list[cluster.ActorSpec]:

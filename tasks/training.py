@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from rl_core.config import Config
-from rl_core.errors import FailureBudgetSpent, LearnerDead
+from rl_core.errors import BrokenFile, FailureBudgetSpent, LearnerDead
 from rl_core.experience.experience import Experience
-from rl_core.experience.ledger import EndOfData
+from rl_core.experience.ledger import EndOfData, voided_steps
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir
 from rl_core.types import Claim, StepRecord, WeightVersion
-from tasks.cluster import ActorSpec, Handle, Pending, start_all
+from tasks.cluster import ActorSpec, Handle, Pending, gather, start_all
 
 if TYPE_CHECKING:
     from tasks.session import Session
+
+
+MEETING = "rendezvous-"
+LOOK_S = 0.5
+"""How often a wait for a claim looks whether something else has ended it."""
+
+
+def first_step(run: RunDir) -> int:
+    """The step behind the last recorded one, where training goes on.
+
+    Raises BrokenFile where a step before it has no record and was not voided.
+    """
+    recorded = recorded_steps(run)
+    first = recorded[-1] + 1 if recorded else 0
+    holes = sorted(set(range(first)) - set(recorded) - set(voided_steps(run)))
+    if holes:
+        raise BrokenFile(f"{run.record(holes[0])}: absent, but step {first - 1} has a record; the records have a hole")
+    return first
 
 
 class LearnerGroup:
@@ -31,41 +50,54 @@ class LearnerGroup:
     checkpoint and replays the recorded steps after it. First start, restart and recovery are this one path.
     """
 
-    def __init__(self, run: RunDir, config: Config, specs: Callable[[], Sequence[ActorSpec]]) -> None:
-        self._run, self._config, self._specs = run, config, specs
+    def __init__(self, run: RunDir, config: Config, specs: Callable[[Path], Sequence[ActorSpec]],
+                 check: Callable[[], None]) -> None:
+        """`specs(meeting)`: the ranks, which meet at a file that does not exist yet. `check` raises what shall end a
+        call from outside."""
+        self._run, self._config, self._specs, self._check = run, config, specs, check
         self._handles: list[Handle] = []
         self._restarts = 0
+        self._first = self._unsent = 0
         self._sending = threading.Lock()
         self._sent: dict[int, list[Pending]] = {}
+        self._up = False
+        self.restored = 0
+        """The step from which `bring_up` went on: where the checkpoint lies that it took, or the last record."""
 
     def start(self) -> None:
         """Live actors: all adopted, or all new. A group of which one rank died cannot meet again."""
-        handles = start_all(self._specs())
+        handles = start_all(self._specs(self._meeting()))
         if len({handle.adopted for handle in handles}) > 1:
             for handle in handles:
                 handle.kill()
-            handles = start_all(self._specs(), fresh=True)
+            handles = start_all(self._specs(self._meeting()), fresh=True)
         self._handles = handles
+
+    def _meeting(self) -> Path:
+        return self._run.services / f"{MEETING}{secrets.token_hex(6)}"
 
     def bring_up(self, on_replay: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Bring the group to the state after all recorded steps; returns the next step to train."""
-        recorded = recorded_steps(self._run)
-        first = len(recorded)
-        assert recorded == list(range(first)), f"records of {self._run.root} have a hole: {recorded}"
-        start = self.call("next_step", deadline_s=self._config.deadlines.step_s)
-        if start != first:
-            start = self.call("restore", deadline_s=self._config.deadlines.model_setup_s)
-        for step in range(start, first):
-            on_replay(step - start, first - start)
+        self._first = first_step(self._run)
+        steps = self._answers(self._send("next_step"), self._config.deadlines.step_s)
+        if set(steps) != {self._first}:
+            steps = self._answers(self._send("restore"), self._config.deadlines.model_setup_s)
+        self.restored = steps[0]
+        for meeting in self._run.services.glob(f"{MEETING}*"):  # the ranks have met
+            meeting.unlink(missing_ok=True)
+        for step in range(steps[0], self._first):
+            on_replay(step - steps[0], self._first - steps[0])
             self.call("train", step, deadline_s=self._config.deadlines.step_s)
-        return first
+        with self._sending:
+            self._up, self._unsent = True, self._first
+        return self._first
 
     def send(self, step: int) -> None:
         """Let the group train `step`, whose claim exists, as soon as it is free: it need not wait for its owner between
-        two steps. `train` takes the answer."""
+        two steps. `train` takes the answer. A group that is not up is sent nothing: `train` brings it up."""
         with self._sending:
-            if step not in self._sent:
-                self._sent[step] = self._send("train", step)
+            if self._up and step >= self._unsent:  # once, whoever is first: its claim's thread or `train`
+                self._sent[step], self._unsent = self._send("train", step), step + 1
 
     def train(self, step: int) -> StepRecord | None:
         """Train the claimed step; a dead group is brought up again within its budget and trains the same claim.
@@ -74,20 +106,23 @@ class LearnerGroup:
         """
         while True:
             try:
+                if not self._up:
+                    self.close()
+                    self.start()
+                    self.bring_up()
+                if step < self._first:  # it died between its record and its answer
+                    return read_record(self._run, step) if self._run.record(step).exists() else None
                 self.send(step)
                 with self._sending:
                     calls = self._sent.pop(step)
-                return self._answer(calls, self._config.deadlines.step_s)
+                return self._answers(calls, self._config.deadlines.step_s)[0]
             except LearnerDead as death:
+                self._go_down()
                 self._restarts += 1
                 if self._restarts > self._config.failure.learner_restarts:
                     raise FailureBudgetSpent(f"the learner died {self._restarts} times in this attempt "
                                              f"(failure.learner_restarts = {self._config.failure.learner_restarts}); "
                                              f"the last: {death}") from death
-                self.close()
-                self.start()
-                if self.bring_up() > step:  # it died between its record and its answer
-                    return read_record(self._run, step)
 
     def publish(self) -> WeightVersion:
         """Make the version of the weights after the recorded steps, if it is not there yet."""
@@ -97,22 +132,24 @@ class LearnerGroup:
         return self.call("checkpoint", deadline_s=self._config.deadlines.step_s)
 
     def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-        """All ranks at once: a collective needs them all. The first error wins."""
-        return self._answer(self._send(method, *args), deadline_s)
+        """All ranks at once: a collective needs them all. Rank 0's answer; the first error wins, whichever rank's."""
+        return self._answers(self._send(method, *args), deadline_s)[0]
 
     def _send(self, method: str, *args: Any) -> list[Pending]:
         return [handle.call_async(method, *args) for handle in self._handles]
 
-    def _answer(self, calls: Sequence[Pending], deadline_s: float) -> Any:
-        until = time.monotonic() + deadline_s
-        answers = [call.result(max(0.0, until - time.monotonic())) for call in calls]
-        return answers[0]
+    def _answers(self, calls: Sequence[Pending], deadline_s: float) -> list[Any]:
+        return gather(calls, deadline_s, self._check)
+
+    def _go_down(self) -> None:
+        with self._sending:
+            self._up = False
+            self._sent.clear()
 
     def close(self) -> None:
         """End the actors."""
+        self._go_down()
         handles, self._handles = self._handles, []
-        with self._sending:
-            self._sent.clear()
         for handle in handles:
             handle.kill()
 
@@ -124,19 +161,23 @@ class Claims:
     runs further ahead for it.
     """
 
-    def __init__(self, experience: Experience, config: Config) -> None:
-        self._experience, self._config = experience, config
+    def __init__(self, experience: Experience, config: Config, check: Callable[[], None]) -> None:
+        """`check` raises what shall end a wait from outside."""
+        self._experience, self._config, self._check = experience, config, check
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._ahead: tuple[int, Future[Claim | EndOfData]] | None = None
-        self._lock = threading.Lock()
 
     def take(self, step: int) -> Claim | EndOfData:
-        """The claim of `step`; waits for it. Raises what Experience.claim raises."""
-        with self._lock:
-            ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == step:
-            return ahead[1].result()
-        return self._experience.claim(step, self._config.deadlines.claim_s)
+        """The claim of `step`; waits for it. Raises what Experience.claim raises, and what `check` does."""
+        self._check()  # before a claim made ahead: the pump may have failed since
+        ahead, self._ahead = self._ahead, None
+        claim = ahead[1] if ahead is not None and ahead[0] == step else self._submit(step)
+        while not wait([claim], LOOK_S).done:
+            self._check()
+        return claim.result()
+
+    def _submit(self, step: int, more_s: float = 0.0) -> Future[Claim | EndOfData]:
+        return self._pool.submit(self._experience.claim, step, self._config.deadlines.claim_s + more_s)
 
     def end(self) -> EndOfData:
         """Record that the steps are done."""
@@ -145,12 +186,14 @@ class Claims:
         return ended
 
     def ahead(self, step: int, then: Callable[[int], None]) -> None:
-        """Start claiming `step` in the background; `then(step)` is called when it has its claim."""
+        """Start claiming `step` in the background; `then(step)` is called when it has its claim.
+
+        The step that is trained meanwhile does not count as waiting: its deadline comes on top.
+        """
         if step >= self._config.total_steps:
             return
-        claim = self._pool.submit(self._experience.claim, step, self._config.deadlines.claim_s)
-        with self._lock:
-            self._ahead = (step, claim)
+        claim = self._submit(step, self._config.deadlines.step_s)
+        self._ahead = step, claim
 
         def claimed(done: Future[Claim | EndOfData]) -> None:
             if not done.cancelled() and done.exception() is None and isinstance(done.result(), Claim):

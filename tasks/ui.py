@@ -42,13 +42,16 @@ def serve(home: Path) -> Iterator[Pages]:
     base.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + START_S
     started: list[servers.Process] = []
+    pool = ThreadPoolExecutor(2)
     try:
-        with ThreadPoolExecutor(2) as pool:
-            mlflow = pool.submit(_start_mlflow, home, base, until, started)
-            prefect = pool.submit(_start_prefect, home, base, until, started)
+        mlflow = pool.submit(_start_mlflow, home, base, until, started)
+        prefect = pool.submit(_start_prefect, home, base, until, started)
         yield Pages(mlflow=mlflow.result(), prefect=prefect.result(), secret=home / "secrets" / "prefect-auth",
                     processes=tuple(started))
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        keeper.end_sessions(started, 5.0)  # a start that still waits for its server ends with it
+        pool.shutdown(wait=True)
         keeper.end_sessions(started, 5.0)
 
 

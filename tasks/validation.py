@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from rl_core.errors import DeadlinePassed, DeadPart
 from rl_core.types import WeightVersion
 from rl_core.versions import pin, pinned_versions, read_versions, unpin
 
@@ -16,16 +18,33 @@ if TYPE_CHECKING:
 PIN = "validate"
 AT_MOST_WAITING = 2
 """One that runs and one that waits: a third lets the learner wait, so that pinned weights do not pile up."""
+LOOK_S = 0.05
 
 
 @task(name="validate", task_run_name="validate-{step}", cache_policy=NO_CACHE, persist_result=False)
 def validate(session: Session, step: int, version: WeightVersion) -> dict[str, Any]:
     """Accuracy of `version`, which has `step` trained steps behind it, on the held-out prompts."""
-    with session.validating:  # one engine: one after the other
-        record = session.validator.call("validate", version, step, deadline_s=session.config.deadlines.validation_s)
+    try:
+        with session.validating:  # one engine: one after the other
+            record = _measure(session, version, step)
+    except BaseException as error:
+        session.experience.fail(error)  # the flow ends with it now, not when it asks for this result
+        raise
     unpin(session.run, PIN, version.v)
     session.saw_validation(record)
     return record
+
+
+def _measure(session: Session, version: WeightVersion, step: int) -> dict[str, Any]:
+    """Ask the engine; a dead one is started again once."""
+    deadline_s = session.config.deadlines.validation_s
+    try:
+        return session.validator.call("validate", version, step, deadline_s=deadline_s)
+    except DeadlinePassed:
+        raise
+    except DeadPart:
+        session.restart_validator()
+        return session.validator.call("validate", version, step, deadline_s=deadline_s)
 
 
 def validation_due(session: Session, steps_done: int) -> bool:
@@ -42,15 +61,23 @@ def validate_beside(session: Session, steps_done: int) -> None:
             or session.run.validation(version.step).exists():
         return
     pin(session.run, PIN, version.v)
-    session.validations = [future for future in session.validations if not _done(future)]
-    while len(session.validations) >= AT_MOST_WAITING:
-        session.validations.pop(0).result()
+    _wait(session, AT_MOST_WAITING - 1)
     _submit(session, version)
 
 
 def _submit(session: Session, version: WeightVersion) -> None:
     session.validated.add(version.step)
-    session.validations.append(validate.submit(session, version.step, version))
+    session.validations_left.add(version.step)
+    future = validate.submit(session, version.step, version)
+    session.validations.append(future)
+    future.add_done_callback(lambda _: session.validations_left.discard(version.step))
+
+
+def _wait(session: Session, at_most: int) -> None:
+    """Until no more validations than that are under way; each of them has its deadline."""
+    while len(session.validations_left) > at_most:
+        session.check()
+        time.sleep(LOOK_S)
 
 
 def validate_unfinished(session: Session) -> None:
@@ -66,10 +93,6 @@ def validate_unfinished(session: Session) -> None:
 
 def wait_for_validations(session: Session) -> None:
     """Wait for all of them; the first error is raised."""
+    _wait(session, 0)
     for future in session.validations:
         future.result()
-
-
-def _done(future: Any) -> bool:
-    """Finished well; one that failed is kept, so that its error is raised."""
-    return future.state.is_completed()

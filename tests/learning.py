@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,3 +140,16 @@ def train_as_rank(rank: int, ranks: int, root: str, config: Config, rendezvous: 
     weights, moments = learner.tensors()
     torch.save({"weights": weights, "moments": moments}, f"{out}-{rank}.pt")
     learner.close()
+
+
+def meet_late(rank: int, rendezvous: str, late_s: float) -> None:
+    """Two ranks at a barrier, of which rank 0 comes later than a collective may take; then a collective."""
+    from rl_core.learner.ranks import Ranks
+
+    ranks = Ranks(rank=rank, ranks=2, rendezvous=rendezvous, device=torch.device("cpu"), deadline_s=late_s / 2,
+                  barrier_s=60)
+    if rank == 0:
+        time.sleep(late_s)
+    ranks.barrier()
+    assert ranks.sum([rank + 1.0]) == [3.0]
+    ranks.close()

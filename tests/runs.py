@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,10 @@ class Command:
     started: float = field(default_factory=time.monotonic)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        self.out, self.err = self.process.communicate(timeout=deadline_s)
+        try:
+            self.out, self.err = self.process.communicate(timeout=deadline_s)
+        finally:
+            self.process.kill()  # nothing where it has ended
         return self.process.returncode
 
     @property
@@ -76,6 +81,13 @@ class Home:
         command = self.start(verb, *args)
         command.wait()
         return command
+
+    def tracked(self, run_id: str) -> tuple[str, Counter[tuple[str, int]]]:
+        """What MLflow has of a run: its status, and how many points each metric has at each step."""
+        with sqlite3.connect(self.path / "mlflow" / "mlflow.db") as database:
+            [(status,)] = database.execute("select status from runs where run_uuid = ?", (run_id,))
+            points = Counter(database.execute("select key, step from metrics where run_uuid = ?", (run_id,)))
+        return status, points
 
 
 def processes_of(home: Home) -> dict[int, str]:

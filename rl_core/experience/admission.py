@@ -20,7 +20,7 @@ TERM_TEXT: dict[Term, str] = {
     "max_groups": "all groups that may be in flight are (rollout.max_groups)",
     "staleness": "rollouts are as far ahead as staleness.bound lets them: waiting for a claim or a weight swap",
     "total_steps": "all groups that the remaining steps need are leased or landed",
-    "disk": "the quota of storage.bytes_quota is used up: waiting for retention",
+    "disk": "storage.bytes_quota leaves no room for another group",
 }
 
 

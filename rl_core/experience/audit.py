@@ -2,32 +2,35 @@
 
 Every position below the frontier is in exactly one state, and every landed row is in exactly one state. Read from the
 run directory alone, independently of `Index` and `Positions`: what they decided is checked against the files.
+
+A file that is gone shows where another one tells that it was there: a claim names its rows, the shards of a stream have
+no gap, a try follows the recorded end of the one before it, and the end of the data leaves every position finished.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Set
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from rl_core.errors import BrokenFile, ShardCorrupt
-from rl_core.experience.discovery import SHARD_NAME, stream_names
-from rl_core.experience.ledger import CONSUMER, claimed_steps, drop_files, read_claim, read_drops, voided_steps
-from rl_core.experience.outcomes import outcome_ids, read_outcome
-from rl_core.experience.shards import map_shard, shard_key, verify_shard
+from rl_core.experience.audit_facts import Facts, Place, Row, ranges, read_facts
+from rl_core.experience.ledger import CONSUMER
+from rl_core.experience.shards import shard_key
 from rl_core.records import recorded_steps
-from rl_core.run_dir import RunDir, read_json
-from rl_core.types import Claim, ClaimedGroup, Outcome, parse_group_id
+from rl_core.run_dir import RunDir, owner_is_alive
+from rl_core.types import Claim, ClaimedGroup, group_id, parse_group_id
 
 POSITION_STATES: Final = (
-    "trained", "voided", "filtered", "dropped", "failed", "poison", "given_up", "pending", "leased")
-"""`dropped` and `failed` wait for another try; `leased` also holds what is to be leased again without a trace."""
+    "trained", "voided", "filtered", "dropped", "failed", "poison", "given_up", "pending", "leased", "unleased", "lost")
+"""`dropped` and `failed` wait for another try. No file names the last three: `leased` is in flight, or about to be
+leased again, while the run has an owner; `unleased` is what an owner that is gone had in flight, first to be leased by
+the next one; `lost` is what nobody leases again, since the data has ended: a violation."""
+ENDED: Final = ("trained", "voided", "filtered", "poison", "given_up", "pending")
+"""States that the end of the data leaves; `pending` are the groups that were too few for a step."""
 ROW_STATES: Final = (
     "unverified", "claimed", "void", "dropped", "filtered", "duplicate", "fenced", "eligible", "quarantined")
 """`dropped` holds rows whose group has an outcome, too."""
-
-Place = tuple[int, int]
-"""(dataset epoch, position)."""
 
 
 @dataclass(kw_only=True)
@@ -52,108 +55,39 @@ class AuditReport:
         return {**asdict(self), "holds": self.holds}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    group_id: str
-    place: Place
-    idx_min: int
-    shard: str
-    row: int
-
-
-@dataclass(kw_only=True, slots=True)
-class _Facts:
-    """All that the files of one run say about groups."""
-
-    claims: list[Claim]
-    voided: set[int]
-    rows: list[_Row]
-    digests: dict[str, str]
-    """Shard -> digest, of the shards that verify."""
-    unverified: dict[str, int]
-    """Shard that does not verify and is not in quarantine -> rows (at least)."""
-    quarantined: dict[str, int]
-    outcomes: dict[str, Outcome]
-    dropped: dict[str, str]
-    """Group id -> reason."""
-    violations: list[str]
-
-
-def audit(run: RunDir, *, n_prompts: int | None = None, consumer: str = CONSUMER) -> AuditReport:
+def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = None,
+          consumer: str = CONSUMER) -> AuditReport:
     """Check a run directory, live or not. Reads and verifies every shard.
 
-    `n_prompts`: positions of a dataset epoch, so that those at the end of a closed one are counted without a trace.
+    `n_prompts`: positions of a dataset epoch; `epochs`: how many there are. With them, positions that no file names are
+    counted at the end of a dataset epoch too. None: not known, or endless.
     """
-    facts = _read(run, consumer)
+    facts = read_facts(run, consumer)
     claimed = _check_claims(facts)
+    _check_tries(facts)
+    _check_dropped(facts)
     rows = _row_states(facts, claimed)
-    positions, frontier = _position_states(facts, n_prompts)
+    state_of = _position_states(facts)
+    nameless = _without_trace(state_of.keys(), n_prompts, epochs if facts.data_ended else None)
+    positions = Counter(state_of.values())
+    positions["lost" if facts.data_ended else "leased" if owner_is_alive(run) else "unleased"] = sum(
+        len(missing) for missing in nameless.values())
+    _check_end(facts, state_of, nameless)
     records = recorded_steps(run)
-    facts.violations += [f"step {k} has a record but no claim" for k in records if k >= len(facts.claims)]
+    facts.violations += [f"step {k} has a record but no claim" for k in records if not run.claim(k, consumer).exists()]
     facts.violations += [f"step {k} is void but has a record" for k in records if k in facts.voided]
+    last = max(state_of, default=(0, -1))
     return AuditReport(
         positions={state: positions[state] for state in POSITION_STATES},
-        rows={state: rows[state] for state in ROW_STATES}, frontier=frontier, claims=len(facts.claims),
+        rows={state: rows[state] for state in ROW_STATES}, frontier=(last[0], last[1] + 1), claims=len(facts.claims),
         recorded=len(records), violations=facts.violations,
         shards=len(facts.digests) + len(facts.unverified) + len(facts.quarantined))
-
-
-# -- reading
-
-
-def _read(run: RunDir, consumer: str) -> _Facts:
-    facts = _Facts(claims=[], voided=set(voided_steps(run, consumer)), rows=[], digests={}, unverified={},
-                   quarantined={}, outcomes={name: read_outcome(run, name) for name in outcome_ids(run)}, dropped={},
-                   violations=[])
-    try:
-        facts.claims = [read_claim(run, step, consumer) for step in claimed_steps(run, consumer)]
-    except BrokenFile as error:
-        facts.violations.append(str(error))
-    for where, drops in [(f"claim {claim.step}", claim.dropped) for claim in facts.claims] + [
-            (path.name, read_drops(path)) for path in drop_files(run, consumer)]:
-        for drop in drops:
-            if drop.group_id in facts.dropped:
-                facts.violations.append(f"{drop.group_id} is dropped again by {where}")
-            facts.dropped[drop.group_id] = drop.reason
-    _read_shards(run, facts)
-    return facts
-
-
-def _read_shards(run: RunDir, facts: _Facts) -> None:
-    reports = [read_json(path) for path in sorted(run.quarantine.glob("*.json"))]
-    bad = {shard_key(report["stream"], report["seq"]) for report in reports if "seq" in report}
-    for stream in stream_names(run.streams):
-        for name in stream_names(run.stream(stream)):
-            if (hit := SHARD_NAME.fullmatch(name)) is None:
-                continue
-            key = shard_key(stream, int(hit.group(1)))
-            path = run.shard(stream, int(hit.group(1)))
-            try:
-                info = verify_shard(path)
-            except ShardCorrupt:
-                (facts.quarantined if key in bad else facts.unverified)[key] = _stated_rows(run, key)
-                continue
-            if key in bad:
-                facts.quarantined[key] = info.rows
-                continue
-            facts.digests[key] = info.shard_digest
-            facts.rows += [_Row(group_id=info.group_id[i], place=(int(info.dataset_epoch[i]), int(info.position[i])),
-                                idx_min=int(info.idx_min[i]), shard=key, row=i) for i in range(info.rows)]
-
-
-def _stated_rows(run: RunDir, key: str) -> int:
-    """Rows that a bad shard says it has; 1 if it cannot even say."""
-    stream, seq = key.rsplit("/", 1)
-    try:
-        return int(map_shard(run.shard(stream, int(seq)))[1].get("rl.groups", "1"))
-    except (ShardCorrupt, ValueError):
-        return 1
 
 
 # -- claims
 
 
-def _check_claims(facts: _Facts) -> dict[str, tuple[str, int, int]]:
+def _check_claims(facts: Facts) -> dict[str, tuple[str, int, int]]:
     """Group id -> (shard, row, step) of all claims; whatever contradicts the shards or another claim is a violation."""
     claimed: dict[str, tuple[str, int, int]] = {}
     places: dict[Place, int] = {}
@@ -175,7 +109,7 @@ def _check_claims(facts: _Facts) -> dict[str, tuple[str, int, int]]:
     return claimed
 
 
-def _check_group(claim: Claim, group: ClaimedGroup, key: str, row: _Row | None, facts: _Facts) -> list[str]:
+def _check_group(claim: Claim, group: ClaimedGroup, key: str, row: Row | None, facts: Facts) -> list[str]:
     if key in facts.unverified or key in facts.quarantined:
         return [f"claim {claim.step}: shard {key} does not verify any more"]
     if row is None:
@@ -187,13 +121,37 @@ def _check_group(claim: Claim, group: ClaimedGroup, key: str, row: _Row | None, 
     return []
 
 
+def _check_tries(facts: Facts) -> None:
+    """A try is leased only after the one before it has its drop or its outcome on disk."""
+    highest: dict[Place, tuple[int, int]] = {}
+    named = [(row.place, row.group_id) for row in facts.rows]
+    named += [((o.dataset_epoch, o.position), name) for name, o in facts.outcomes.items()]
+    named += [((g.dataset_epoch, g.position), g.group_id) for claim in facts.claims for g in claim.groups]
+    for place, name in named:
+        _, prompt_idx, try_no = parse_group_id(name)
+        highest[place] = max(highest.get(place, (0, prompt_idx)), (try_no, prompt_idx))
+    for place, (last, prompt_idx) in sorted(highest.items()):
+        for name in (group_id(place[0], prompt_idx, try_no) for try_no in range(last)):
+            if name not in facts.outcomes and name not in facts.dropped:
+                facts.violations.append(f"dataset epoch {place[0]} position {place[1]} has a try {last}, but nothing "
+                                        f"ended {name}")
+
+
+def _check_dropped(facts: Facts) -> None:
+    """Only what has landed is dropped. A shard that cannot be read may hold what is missed."""
+    if not facts.unverified and not facts.quarantined:
+        absent = facts.dropped_before.difference(row.group_id for row in facts.rows)
+        facts.violations += [f"{name} is dropped as {facts.dropped[name]}, but no shard holds it"
+                             for name in sorted(absent)]
+
+
 # -- states
 
 
-def _row_states(facts: _Facts, claimed: dict[str, tuple[str, int, int]]) -> Counter[str]:
+def _row_states(facts: Facts, claimed: dict[str, tuple[str, int, int]]) -> Counter[str]:
     states: Counter[str] = Counter(unverified=sum(facts.unverified.values()))
     states["quarantined"] = sum(facts.quarantined.values())
-    judged: dict[str, _Row] = {}
+    judged: dict[str, Row] = {}
     for row in sorted(facts.rows, key=lambda r: (-r.idx_min, r.shard, r.row)):
         if row.group_id in claimed:
             shard, number, step = claimed[row.group_id]
@@ -209,8 +167,8 @@ def _row_states(facts: _Facts, claimed: dict[str, tuple[str, int, int]]) -> Coun
     return states
 
 
-def _position_states(facts: _Facts, n_prompts: int | None) -> tuple[Counter[str], Place]:
-    """Every position with a trace has one state; those between without a trace are leased."""
+def _position_states(facts: Facts) -> dict[Place, str]:
+    """The one state of every position that a file names."""
     found: dict[Place, set[str]] = defaultdict(set)
     latest: dict[Place, tuple[int, str]] = {}
     for claim in facts.claims:
@@ -229,16 +187,13 @@ def _position_states(facts: _Facts, n_prompts: int | None) -> tuple[Counter[str]
             found[row.place].add("filtered")
         elif row.group_id not in facts.outcomes:
             _later(latest, row.place, try_no, "dropped" if reason else "pending")
-    states: Counter[str] = Counter()
+    states: dict[Place, str] = {}
     for place in latest.keys() | found.keys():
         final = found.get(place, set())
         if len(final) > 1:
             facts.violations.append(f"dataset epoch {place[0]} position {place[1]} is {' and '.join(sorted(final))}")
-        states[min(final) if final else latest[place][1]] += 1
-    places = latest.keys() | found.keys()
-    states["leased"] += _without_trace(places, n_prompts)
-    last = max(places, default=(0, -1))
-    return states, (last[0], last[1] + 1)
+        states[place] = min(final) if final else latest[place][1]
+    return states
 
 
 def _later(latest: dict[Place, tuple[int, str]], place: Place, try_no: int, state: str) -> None:
@@ -246,11 +201,35 @@ def _later(latest: dict[Place, tuple[int, str]], place: Place, try_no: int, stat
     latest[place] = max(latest.get(place, (-1, "")), (try_no, state))
 
 
-def _without_trace(places: set[Place], n_prompts: int | None) -> int:
-    """Positions below the frontier that no file names."""
+def _without_trace(places: Set[Place], n_prompts: int | None, epochs: int | None) -> dict[int, list[int]]:
+    """Dataset epoch -> positions below the frontier that no file names; of `epochs` whole ones if given."""
     above: dict[int, int] = {}
     for epoch, position in places:
         above[epoch] = max(above.get(epoch, 0), position + 1)
     newest = max(above, default=0)
-    closed = [above.get(epoch, 0) if n_prompts is None else n_prompts for epoch in range(newest)]
-    return sum(closed) + above.get(newest, 0) - len(places)
+    missing: dict[int, list[int]] = {}
+    for epoch in range(newest + 1 if epochs is None else epochs):
+        whole = n_prompts is not None and (epochs is not None or epoch < newest)
+        n = n_prompts if n_prompts is not None and whole else above.get(epoch, 0)
+        missing[epoch] = [position for position in range(n) if (epoch, position) not in places]
+    return missing
+
+
+def _check_end(facts: Facts, state_of: dict[Place, str], nameless: dict[int, list[int]]) -> None:
+    """What the record of the end says of the claims, and of every position once the data has ended."""
+    if facts.end is None:
+        return
+    if facts.end.step != len(facts.claims):
+        facts.violations.append(f"the run ended at step {facts.end.step}, but {len(facts.claims)} steps have a claim")
+    if not facts.data_ended:
+        return
+    unfinished: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for (epoch, position), state in state_of.items():
+        if state not in ENDED:
+            unfinished[epoch, state].append(position)
+    unfinished.update(((epoch, "lost"), missing) for epoch, missing in nameless.items() if missing)
+    facts.violations += [f"dataset epoch {epoch} position {ranges(positions)} is {state}, but the data has ended"
+                         for (epoch, state), positions in sorted(unfinished.items())]
+    pending = Counter(state_of.values())["pending"]
+    if pending != facts.end.left_over:
+        facts.violations.append(f"{pending} groups wait, but the data ended with {facts.end.left_over} left over")

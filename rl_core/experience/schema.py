@@ -1,4 +1,4 @@
-"""The exact Arrow schema of a shard (docs/experience-store.md): one row is one group.
+"""The exact Arrow schema of a shard (experience-store.md 3.2): one row is one group.
 
 Token columns are `list<list<T>>` with the same offsets, nothing is nullable unless the schema says so. batch.py builds
 rows of it, verify.py checks files against it.

@@ -108,8 +108,8 @@ class ShardWriter:
         """Land these groups as one shard and return the hint for it.
 
         When it raises, nothing stands under a name that was not complete, and the same call may be made again: it takes
-        the same number. Raises DataError for groups that a shard cannot hold (3.2), OSError (ENOSPC for a full disk) as
-        it came, BrokenFile if another file stands under this stream's name.
+        the same number. Raises DataError for groups that a shard cannot hold (experience-store.md 3.2), OSError (ENOSPC
+        for a full disk) as it came, BrokenFile if another file stands under this stream's name.
         """
         ids = tuple(group.lease.group_id for group in groups)
         tokens = sum(n_tokens(group) for group in groups)

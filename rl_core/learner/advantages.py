@@ -1,4 +1,4 @@
-"""Advantage estimators over the whole claim (docs/algorithms, "Advantage estimators"). Pure NumPy, no torch.
+"""Advantage estimators over the whole claim (algorithms.md section 3). Pure NumPy, no torch.
 
 `_N` trajectories of the claim (all ranks), `_G` groups. Every rank computes all of them from the same facts, so no
 collective is needed and all ranks have the same numbers. Sums run in float64, in claim order; results are float32.

@@ -18,7 +18,7 @@ def log_ratio(numerator_S: Tensor, denominator_S: Tensor) -> Tensor:
 
 
 def token_weights(proximal_S: Tensor, behavior_S: Tensor) -> Tensor:
-    """w_t = exp(log prox_t - log mu_t), detached, before truncation (token level of algorithms.md)."""
+    """w_t = exp(log prox_t - log mu_t), detached, before truncation (algorithms.md section 5)."""
     return log_ratio(proximal_S, behavior_S).exp().detach()
 
 

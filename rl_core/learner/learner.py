@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -99,23 +99,21 @@ class After:
 class Learner:
     """One rank of the learner group. `Learner(root=..., config=..., attempt=1, rank=0, ranks=1, rendezvous="")`.
 
-    `revisions` are the settings of each config revision; a step is trained with those that its claim was judged by.
     Calls from several threads run one after the other, `status` at any time. Raises ConfigError for settings that make
     no sense together.
     """
 
-    def __init__(self, *, root: str, config: Config, attempt: int, rank: int, ranks: int, rendezvous: str,
-                 revisions: Mapping[int, Config] | None = None) -> None:
+    def __init__(self, *, root: str, config: Config, attempt: int, rank: int, ranks: int, rendezvous: str) -> None:
         check_combination(config.learner)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums on CUDA; read at its start
         torch.use_deterministic_algorithms(True)
         cast(Any, torch.utils).deterministic.fill_uninitialized_memory = False  # none is read before it is written
         self._run = RunDir(Path(root))
-        self._config, self._revisions, self._attempt = config, dict(revisions or {}), attempt
+        self._config, self._attempt = config, attempt
         device = torch.device(config.learner.device, rank % max(1, torch.cuda.device_count())
                               ) if config.learner.device == "cuda" else torch.device("cpu")
         self._ranks = Ranks(rank=rank, ranks=ranks, rendezvous=rendezvous, device=device,
-                            deadline_s=config.deadlines.collective_s)
+                            deadline_s=config.deadlines.collective_s, barrier_s=config.deadlines.step_s)
         self._lock = threading.Condition(threading.Lock())
         self._staging = Staging()
         self._versions: dict[int, WeightVersion] = {}
@@ -141,7 +139,8 @@ class Learner:
     def restore(self, attempt: int | None = None) -> int:
         """Take up the newest whole checkpoint, or the initial model; returns the next step.
 
-        A damaged checkpoint: the one before it. Raises CheckpointDamaged if there are some and none is whole.
+        A damaged checkpoint: the one before it, in the end the initial model. Raises CheckpointDamaged if that is not
+        whole either.
         """
         with self._owned(attempt):
             if self._ranks.rank == 0:
@@ -246,6 +245,7 @@ class Learner:
 
     def fold(self, until: int) -> str:
         """Digest of the weights behind steps 0 .. until - 1, from the initial model, writing nothing."""
+        torch.set_num_threads(self._config.learner.threads)  # sums of another number of threads have other bits
         self._state, self._next = TrainState(self._run.model, self._config, self._ranks), 0
         for step in range(until):
             if not self._run.void(step).exists():
@@ -256,7 +256,7 @@ class Learner:
         """Read the claim and update the state with it. Writes nothing: state is the fold of this over the claims."""
         state, begin = self._loaded(), time.monotonic()
         claim = read_claim(self._run, step)
-        config = self._revisions.get(claim.revision, self._config)
+        config = self._config
         rows = read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
                                versions=learn_versions(self._run, self._versions), staging=self._staging)
         read = time.monotonic()

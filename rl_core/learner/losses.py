@@ -1,4 +1,5 @@
-"""Policy losses and how they become one number (docs/algorithms). Pure functions of tensors; no config, no collective.
+"""Policy losses and how they become one number (algorithms.md 4 and 6). Pure functions of tensors: no config, no
+collective.
 
 `_S` loss tokens of one micro-batch (mask 1), in any order; `sequence_S` names each token's sequence. Losses are sums
 over the micro-batch divided by denominators of the whole minibatch over all ranks, so that adding the losses of

@@ -25,10 +25,11 @@ class Ranks:
     """`Ranks(rank=0, ranks=1, ...)` is alone and communicates with nobody; more join a group at `rendezvous`.
 
     `rendezvous` is a URL of torch.distributed (`tcp://127.0.0.1:29500`), or the path of a file that does not exist yet.
-    Every collective has `deadline_s`.
+    Every collective has `deadline_s`, a barrier `barrier_s`: there the others may wait for what rank 0 writes.
     """
 
-    def __init__(self, *, rank: int, ranks: int, rendezvous: str, device: torch.device, deadline_s: float) -> None:
+    def __init__(self, *, rank: int, ranks: int, rendezvous: str, device: torch.device, deadline_s: float,
+                 barrier_s: float) -> None:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}: ranks count from 0")
         self.rank = rank
@@ -39,6 +40,7 @@ class Ranks:
             where = rendezvous if urlparse(rendezvous).scheme else f"file://{rendezvous}"
             dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks,
                                     timeout=timedelta(seconds=deadline_s))
+            self._meeting: Any = cast(Any, dist).new_group(backend="gloo", timeout=timedelta(seconds=barrier_s))
 
     @property
     def loss_scale(self) -> float:
@@ -79,7 +81,7 @@ class Ranks:
 
     def barrier(self) -> None:
         if self.ranks > 1:
-            cast(Any, dist).barrier()
+            cast(Any, dist).barrier(group=self._meeting)
 
     def close(self) -> None:
         if self.ranks > 1 and dist.is_initialized():

@@ -76,7 +76,7 @@ def token_metrics(facts: TokenFacts, answers: int) -> dict[str, float]:
 
 
 def update_metrics(result: StepResult, learning_rate: float, mismatch_bound: float) -> dict[str, float]:
-    """What the optimizer did, and the invariants of docs/algorithms."""
+    """What the optimizer did, and the invariants of algorithms.md section 9."""
     totals, largest = result.totals, result.largest
     mismatch = share(totals["current_abs"], totals["current"])
     made = len(result.losses)

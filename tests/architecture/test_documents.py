@@ -1,4 +1,5 @@
-"""Documents describe the present: links lead somewhere, settings and metrics exist, worked examples compute."""
+"""Documents describe the present: links lead somewhere, settings and metrics exist, worked examples compute, and what
+the code cites is there."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").
 PARTS = {name.split(".")[0] for name in field_kinds() if "." in name}
 METRIC_GROUPS = {name.split("/")[0] for name in BY_NAME}
 FILE_ENDINGS = (".py", ".md", ".yaml", ".toml", ".json")
+ROOMS = ("rl_core", "tasks", "flows", "deployments", "tests")
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
@@ -49,3 +51,56 @@ def test_the_worked_example_of_staleness_computes() -> None:
     results = doctest.testfile(str(ROOT / "docs" / "staleness.md"), module_relative=False)
     assert results.attempted >= 15
     assert results.failed == 0
+
+
+def citations(text: str) -> list[tuple[str, list[str]]]:
+    """Documents that docstrings and comments name, with the sections they name of them.
+
+    `(architecture.md section 4, experience-store.md 3.3 and 3.6)` ->
+    `[("architecture.md", ["4"]), ("experience-store.md", ["3.3", "3.6"])]`.
+    """
+    joined = re.sub(r"\s*\n\s*#?\s*", " ", text)
+    number = r"\d+(?:\.\d+)*"
+    found = re.findall(rf"([A-Za-z][\w-]*\.md)((?:,? sections?)?,? {number}(?:(?:,| and) {number})*)?(?!\w)", joined)
+    return [(name, re.findall(number, sections)) for name, sections in found]
+
+
+def sections_of(path: Path) -> set[str]:
+    """Numbers of the headings of a document."""
+    return set(re.findall(r"^#{2,4} (\d+(?:\.\d+)*)\b", path.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(("text", "expected"), {
+    "none": ("see docs/staleness.md.", [("staleness.md", [])]),
+    "a word between": ("(models.md section 2).", [("models.md", ["2"])]),
+    "two documents": ("(architecture.md section 4, experience-store.md 3.3 and 3.6)",
+                      [("architecture.md", ["4"]), ("experience-store.md", ["3.3", "3.6"])]),
+    "over a line's end": ("the same (experience-store.md\n# 3.1, 3.8).", [("experience-store.md", ["3.1", "3.8"])]),
+    "other numbers": ("(algorithms.md), 5 of them", [("algorithms.md", [])]),
+}.values(), ids=lambda value: None)
+def test_citations_are_understood(text: str, expected: list[tuple[str, list[str]]]) -> None:
+    assert citations(text) == expected
+
+
+def test_cited_documents_and_sections_exist() -> None:
+    """A reader of the repository finds what a docstring or a comment refers to."""
+    dead: list[str] = []
+    cited = 0
+    for path in (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))):
+        for name, sections in citations(path.read_text()):
+            document = ROOT / "docs" / name
+            there = sections_of(document) if document.exists() else set[str]()
+            cited += 1
+            dead += [f"{path.relative_to(ROOT)}: {name} {section}" for section in sections if section not in there]
+            if not document.exists() and not (ROOT / name).exists():
+                dead.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not dead, "\n".join(dead)
+    assert cited >= 30
+
+
+def test_documents_are_cited_by_their_file() -> None:
+    """Without its ending a document would escape the test above."""
+    names = "|".join(path.stem for path in (ROOT / "docs").glob("*.md"))
+    bare = [f"{path.relative_to(ROOT)}: {found}" for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))
+            for found in re.findall(rf"docs/(?:{names})\b(?!\.md)", path.read_text())]
+    assert not bare

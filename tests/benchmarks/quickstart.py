@@ -24,12 +24,14 @@ from tests.runs import Home, processes_of
 
 SEEDS = (1, 2, 3)
 SAMPLE_S = 1.0
+FIRST_LINES = 5
 STEADY_FROM = 10
 """Steps before this one warm caches up and are left out of the gaps."""
 
 
 def figures() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="headway-bench-") as name:
+        yield figure("console/first_line", _first_line(Home(Path(name))), "s", "<= 1.5")
         gaps: list[float] = []
         for seed in SEEDS:
             home = Home(Path(name) / f"seed-{seed}")
@@ -57,6 +59,19 @@ def _run(home: Home, seed: int, gaps: list[float]) -> Iterator[dict[str, Any]]:
     yield figure(f"quickstart/seed-{seed}/peak_pss", peak.bytes / 1e9, "GB", "<= 3")
     yield figure(f"quickstart/seed-{seed}/accuracy_start", summary["accuracy_start"], "share", "<= 0.45")
     yield figure(f"quickstart/seed-{seed}/accuracy_end", summary["accuracy_end"], "share", ">= 0.80")
+
+
+def _first_line(home: Home) -> float:
+    """Median seconds from the start of the command to its first line; it is ended while it plans."""
+    taken: list[float] = []
+    for _ in range(FIRST_LINES):
+        begun = time.monotonic()
+        command = home.train("first-line")
+        assert command.process.stdout is not None and command.process.stdout.readline().startswith("headway ")
+        taken.append(time.monotonic() - begun)
+        command.process.kill()
+        command.process.communicate()
+    return statistics.median(taken)
 
 
 def waiting_gaps(run: RunDir) -> list[float]:

@@ -1,7 +1,7 @@
 """`make bench`: one JSON line per figure (name, value, unit, bar, ok); exit status 1 when a bar is missed.
 
     python tests/benchmarks/run.py                      every module beside this file that has `figures()`
-    python tests/benchmarks/run.py store orchestration  these modules only (`make bench BENCH=store`)
+    python tests/benchmarks/run.py store quickstart     these modules only (`make bench BENCH=store`)
 
 `figures()` yields dicts; ratios are taken inside one run, since absolute numbers move with the machine. A figure that
 could not be measured has `value` null, `ok` null and a `reason`.

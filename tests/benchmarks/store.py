@@ -227,7 +227,7 @@ def own_rates(root: Path, groups: Sequence[TrajectoryGroup]) -> dict[str, float]
         for part in slices(groups, 16):
             writer.land(part)
 
-    (put_s,) = side_by_side(put, rounds=5)
+    (put_s,) = side_by_side(put, rounds=9)
     shards = len(groups) // 16
     claim = make_claim(run, [ShardRef(stream=writer.stream, seq=writer.next_seq - 1 - i) for i in range(shards)])
     staging, versions = Staging(), make_versions(5)

@@ -285,3 +285,27 @@ def test_a_lost_head_is_told_at_once_and_the_owner_lives(tmp_path: Path) -> None
     assert started["text"].startswith("rollout/0 cannot be started: ray of this run died")
     assert started["s"] < 5.0
     assert end["left"] == []
+
+
+def test_of_calls_sent_together_the_first_to_fail_raises_whichever_it_is(connected: services.Services) -> None:
+    one, two = cluster.start_all([spec("worker", 7), spec("learner", 7)])
+    try:
+        sent = [one.call_async("add", 1), two.call_async("add", 2)]
+        assert cluster.gather(sent, 10) == [1, 2]
+        begun = time.monotonic()
+        with pytest.raises(KeyError, match="lost"):
+            cluster.gather([one.call_async("sleep", 30.0), two.call_async("fail", "lost")], 60)
+        assert time.monotonic() - begun < 5, "not when the first has answered"
+        with pytest.raises(DeadlinePassed, match=r"`sleep` gave no answer in 0.6 s"):
+            cluster.gather([two.call_async("sleep", 2.0)], 0.6)
+        with pytest.raises(RuntimeError, match="the pump"):
+            cluster.gather([two.call_async("sleep", 2.0)], 60, raise_pump)
+        with pytest.raises(LearnerDead, match=r"learner/7"):  # what the peer says of it is no cause
+            cluster.gather([one.call_async("fail", "peer"), two.call_async("die")], 60)
+    finally:
+        one.kill()
+        two.kill()
+
+
+def raise_pump() -> None:
+    raise RuntimeError("the pump")

@@ -59,7 +59,8 @@ def recorded(home: Home) -> Synchronous:
 def start_learner(run: RunDir, config: Config) -> tuple[TrainState, Ranks]:
     torch.set_num_threads(config.learner.threads)
     torch.use_deterministic_algorithms(True)
-    ranks = Ranks(rank=0, ranks=1, rendezvous="none", device=torch.device("cpu"), deadline_s=60)
+    ranks = Ranks(rank=0, ranks=1, rendezvous="none", device=torch.device("cpu"), deadline_s=60,
+                  barrier_s=60)
     return TrainState(run.model, config, ranks), ranks
 
 

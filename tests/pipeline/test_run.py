@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import collections
-import math
 import sqlite3
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rl_core.learner.learner import fold_claims
-from rl_core.metrics import names
+from rl_core.metrics import STATES, names
+from rl_core.observations import observed_steps, read_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_identity import read_identity
 from tests.runs import Command, Home, wait_until_gone
@@ -67,18 +68,13 @@ def test_audit_holds_and_inspect_and_status_read_the_directory(finished: Command
 
 
 def test_mlflow_has_one_point_per_metric_and_step(finished: Command, home: Home) -> None:
-    points = collections.Counter()
-    with sqlite3.connect(home.path / "mlflow" / "mlflow.db") as database:
-        run_id = finished.json["mlflow_run_id"]
-        [(status,)] = database.execute("select status from runs where run_uuid = ?", (run_id,))
-        for key, step in database.execute("select key, step from metrics where run_uuid = ?", (run_id,)):
-            points[key, step] += 1
+    run_id = finished.json["mlflow_run_id"]
+    status, points = home.tracked(run_id)
     assert status == "FINISHED"
     per_step = [*names("learner"), *names("owner")]
     expected = {(name, k) for name in per_step for k in range(STEPS)}
     expected |= {(name, k) for name in names("validator") for k in (0, 6, 12)}
-    assert set(points) == expected
-    assert set(points.values()) == {1}
+    assert points == dict.fromkeys(expected, 1)
     artifacts = {path.name for path in home.path.glob(f"mlflow/artifacts/{run_id}/artifacts/figures/*")}
     assert artifacts == {"learning-curve.png", "staleness.png", "timeline.png"}
 
@@ -96,11 +92,34 @@ def test_prefect_has_the_flow_with_named_tasks_and_artifacts(finished: Command, 
     assert artifacts == {"progress", "summary", "mlflow-run"}
 
 
-def test_utilization_of_both_sides_sums_to_one(finished: Command) -> None:
-    for k in recorded_steps(finished.run):
-        metrics = read_record(finished.run, k).metrics
-        shares = [value for name, value in metrics.items() if name.startswith("utilization/learner_")]
-        assert math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+def test_the_learners_intervals_are_the_wall_time_between_its_records(finished: Command) -> None:
+    """By three clocks: the records' time stamps, the interval behind samples/s, and what the ledger calls a step.
+
+    The shares alone would sum to 1 whatever the ledger lost. From step 1 on: the first record looks up the commit.
+    """
+    records = [read_record(finished.run, k) for k in range(1, STEPS)]
+    wall_s = np.diff([record.ts_us for record in records]) / 1e6
+    metrics = [record.metrics for record in records[1:]]
+
+    def of(name: str) -> NDArray[np.float64]:
+        return np.array([each[name] for each in metrics])
+
+    assert (16 * 8 / of("system/samples_per_s")).sum() == pytest.approx(wall_s.sum(), rel=0.05)
+    in_step_s = (of("utilization/learner_busy") + of("utilization/learner_syncing")) * wall_s
+    beside_s = float(np.median(in_step_s - of("system/step_s")))  # putting down the record before
+    assert -0.005 <= beside_s <= 0.05 * np.median(of("system/step_s")) + 0.02
+    assert sum(of(f"utilization/learner_{state}") for state in STATES) == pytest.approx(1.0)
+    paused = [record.step for record in records if record.metrics["utilization/learner_paused"] > 0]
+    assert paused == [5, 10], "behind each checkpoint"
+
+
+def test_the_rollout_side_is_seen_busy_waiting_and_syncing_at_every_step(finished: Command) -> None:
+    assert observed_steps(finished.run) == list(range(STEPS))
+    seen = [read_observation(finished.run, k).metrics for k in range(STEPS)]
+    share = {state: np.array([metrics[f"utilization/rollout_{state}"] for metrics in seen]) for state in STATES}
+    assert sum(share.values()) == pytest.approx(1.0)  # no NaN: every step has a reading of its own
+    assert all(share[state].min() >= 0 for state in STATES)
+    assert all(share[state].max() > 0 for state in ("busy", "waiting", "syncing"))
 
 
 def test_the_same_command_again_is_told_that_the_run_is_completed(finished: Command, home: Home) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import signal
 import sqlite3
@@ -72,7 +73,9 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
     assert command.wait(30) == code, (command.out, command.err)
     assert wait_until_gone(home, max(0.0, 10 - (time.monotonic() - begun))) == {}
     assert command.err == ""
-    said = [line for line in command.out[command.out.index("stopped by"):].splitlines() if line]
+    *said, last = [line for line in command.out[command.out.index("stopped by"):].splitlines() if line]
+    assert json.loads(last)["status"] == "cancelled" and json.loads(last)["wall_s"] > 0
+    assert "--json" not in said[1]
     assert said[0].startswith(f"stopped by {name} after ") and len(said) <= 5
     assert f"--run-key {key}" in said[1]
     flows, runs = states(home, key)

@@ -1,4 +1,4 @@
-"""Advantages against small numbers checked by hand, and against plain loops written from docs/algorithms."""
+"""Advantages against small numbers checked by hand, and against plain loops written from algorithms.md."""
 
 from __future__ import annotations
 

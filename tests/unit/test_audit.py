@@ -10,10 +10,18 @@ import pytest
 from rl_core.config import Config
 from rl_core.experience.audit import POSITION_STATES, ROW_STATES, audit
 from rl_core.experience.experience import Experience
-from rl_core.experience.ledger import group_ids_digest, put_claim, put_drops, read_claim, void_step
+from rl_core.experience.ledger import (
+    EndOfData,
+    group_ids_digest,
+    put_claim,
+    put_drops,
+    put_end,
+    read_claim,
+    void_step,
+)
 from rl_core.experience.outcomes import put_outcome
 from rl_core.experience.shards import ShardWriter
-from rl_core.run_dir import RunDir, put_if_absent, to_json
+from rl_core.run_dir import OwnerLock, RunDir, put_if_absent, to_json
 from rl_core.types import Claim, Drop, Outcome, OutcomeKind
 from tests.builders import make_group
 
@@ -74,7 +82,7 @@ def test_every_position_and_row_is_in_exactly_one_state(trained: RunDir) -> None
     assert report.violations == []
     assert counts(report.positions) == {
         "trained": 4, "voided": 4, "pending": 1, "dropped": 2, "filtered": 1, "failed": 2, "poison": 1, "given_up": 1,
-        "leased": 11}
+        "unleased": 11}
     assert counts(report.rows) == {"claimed": 4, "void": 4, "duplicate": 2, "eligible": 1, "dropped": 2, "filtered": 1,
                                    "fenced": 1, "quarantined": 1, "unverified": 1}
     assert (report.frontier, report.claims, report.recorded, report.shards) == ((0, 27), 2, 1, 4)
@@ -82,10 +90,18 @@ def test_every_position_and_row_is_in_exactly_one_state(trained: RunDir) -> None
     json.dumps(report.as_json())
 
 
-def test_a_closed_dataset_epoch_counts_positions_that_left_no_trace(run: RunDir) -> None:
+def test_positions_that_left_no_trace_are_counted_over_all_dataset_epochs(run: RunDir) -> None:
     ShardWriter(run, "w", 1, {}, False).land([make_group(2), make_group(0, dataset_epoch=1)])
-    assert counts(audit(run).positions) == {"pending": 2, "leased": 2}
-    assert counts(audit(run, n_prompts=5).positions) == {"pending": 2, "leased": 4}
+    assert counts(audit(run).positions) == {"pending": 2, "unleased": 2}
+    assert counts(audit(run, n_prompts=5).positions) == {"pending": 2, "unleased": 4}
+
+
+def test_only_a_live_owner_holds_leases(run: RunDir) -> None:
+    ShardWriter(run, "w", 1, {}, False).land([make_group(2)])
+    owner = OwnerLock(run)
+    assert counts(audit(run).positions) == {"pending": 1, "leased": 2}
+    owner.release()
+    assert counts(audit(run).positions) == {"pending": 1, "unleased": 2}
 
 
 def test_the_highest_try_says_where_an_unfinished_position_stands(run: RunDir) -> None:
@@ -95,6 +111,87 @@ def test_the_highest_try_says_where_an_unfinished_position_stands(run: RunDir) -
     assert counts(audit(run).positions) == {"pending": 1}
     put_outcome(run, outcome(0, "failed", 2))
     assert counts(audit(run).positions) == {"failed": 1}
+
+
+N_PROMPTS = 12
+
+
+@pytest.fixture
+def ended(run: RunDir) -> RunDir:
+    """One pass over 12 prompts that ended with the data: 8 trained, one poison, one filtered, one given up after a drop
+    and a failure, one left over. Position 2 was trained by its second try, the first one was too old."""
+    writer = ShardWriter(run, "w", 1, {}, False)
+    writer.land([make_group(i) for i in range(5)])
+    put_drops(run, 0, [Drop(group_id="e0-p2-t0", reason="stale", n_tokens=1)], attempt=1)
+    writer.land([make_group(2, try_no=1), *(make_group(i) for i in range(5, 8))])
+    experience = start(run)
+    experience.claim(0, 5)
+    experience.claim(1, 5)
+    writer.land([make_group(9), make_group(10)])
+    writer.land([make_group(11)])
+    put_drops(run, 2, [Drop(group_id="e0-p9-t0", reason="filtered", n_tokens=1)], attempt=1)
+    put_drops(run, 2, [Drop(group_id="e0-p10-t0", reason="stale", n_tokens=1)], attempt=1)
+    put_outcome(run, outcome(8, "poison"))
+    put_outcome(run, outcome(10, "failed", 1))
+    put_outcome(run, outcome(10, "given_up", 2))
+    put_end(run, EndOfData(step=2, reason="data", left_over=1), revision=0, attempt=1)
+    return run
+
+
+def test_at_the_end_of_the_data_every_position_is_finished(ended: RunDir) -> None:
+    report = audit(ended, n_prompts=N_PROMPTS, epochs=1)
+    assert report.violations == []
+    assert counts(report.positions) == {"trained": 8, "poison": 1, "filtered": 1, "given_up": 1, "pending": 1}
+
+
+def _shard(run: RunDir, seq: int) -> None:
+    next(run.streams.glob(f"*/{seq:08d}.arrow")).unlink()
+
+
+LOST = {
+    "a claimed shard": (lambda run: _shard(run, 0), "claim 0: e0-p0-t0 is not in shard"),
+    "a shard inside a stream": (lambda run: _shard(run, 1), "shard 1 is gone, shard 3 is there"),
+    "a shard whose groups were dropped": (lambda run: _shard(run, 2), "e0-p9-t0 is dropped as filtered, but no shard"),
+    "the last shard": (lambda run: _shard(run, 3), "dataset epoch 0 position 11 is lost, but the data has ended"),
+    "the poison": (lambda run: run.outcome("e0-p8-t0").unlink(), "dataset epoch 0 position 8 is lost"),
+    "the failed try": (lambda run: run.outcome("e0-p10-t1").unlink(), "has a try 2, but nothing ended e0-p10-t1"),
+    "the giving up": (lambda run: run.outcome("e0-p10-t2").unlink(), "dataset epoch 0 position 10 is failed, but"),
+    "the drop of a trained position": (lambda run: run.drops(0, 0).unlink(), "has a try 1, but nothing ended e0-p2-t0"),
+    "the drop of a filtered group": (lambda run: run.drops(2, 0).unlink(), "2 groups wait, but the data ended with 1"),
+    "the drop of a position given up": (lambda run: run.drops(2, 1).unlink(), "nothing ended e0-p10-t0"),
+    "the last claim": (lambda run: run.claim(1).unlink(), "ended at step 2, but 1 steps have a claim"),
+}
+
+
+@pytest.mark.parametrize(("lose", "want"), LOST.values(), ids=LOST)
+def test_a_file_that_is_gone_is_missed(ended: RunDir, lose: Callable[[RunDir], Any], want: str) -> None:
+    lose(ended)
+    report = audit(ended, n_prompts=N_PROMPTS, epochs=1)
+    assert not report.holds
+    assert any(want in violation for violation in report.violations), report.violations
+
+
+MISSED_WHILE_IT_RUNS = ("a claimed shard", "a shard inside a stream", "the failed try",
+                        "the drop of a trained position", "the drop of a position given up")
+
+
+@pytest.mark.parametrize("name", MISSED_WHILE_IT_RUNS)
+def test_most_is_missed_before_the_end_already(ended: RunDir, name: str) -> None:
+    """The others are made again: nothing below the frontier stays without a lease for longer than until the next
+    start."""
+    ended.end(0).unlink()
+    assert audit(ended, n_prompts=N_PROMPTS, epochs=1).holds
+    lose, want = LOST[name]
+    lose(ended)
+    assert any(want in violation for violation in audit(ended, n_prompts=N_PROMPTS, epochs=1).violations)
+
+
+def test_prompts_after_the_last_one_that_left_a_trace_are_lost_too(ended: RunDir) -> None:
+    report = audit(ended, n_prompts=15, epochs=2)
+    assert report.positions["lost"] == 18
+    assert [text for text in report.violations if "lost" in text] == [
+        "dataset epoch 0 position 12-14 is lost, but the data has ended",
+        "dataset epoch 1 position 0-14 is lost, but the data has ended"]
 
 
 def rewrite(run: RunDir, step: int, change: Callable[[Claim], Claim]) -> None:

@@ -18,7 +18,8 @@ from rl_core.checkpoint import (
     write_checkpoint,
 )
 from rl_core.errors import CheckpointDamaged, StaleAttempt
-from rl_core.run_dir import RunDir
+from rl_core.model_setup import model_digests
+from rl_core.run_dir import RunDir, put_if_absent, to_json
 from tests.learning import start_attempt
 
 
@@ -97,7 +98,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(run, damage):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_in_the_end_to_the_initial_model(run, damage, caplog):
     for n in (2, 4):
         write(run, n)
     damage(run.checkpoint(4))
@@ -105,9 +106,26 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(run, damage):
         read_checkpoint(run, 4)
     found = newest_whole(run)
     assert found is not None and found.state.n == 2
+    [said] = [record.getMessage() for record in caplog.records]
+    assert str(run.checkpoint(4)) in said and said.endswith("the run goes on from checkpoint 2")
     damage(run.checkpoint(2))
-    with pytest.raises(CheckpointDamaged, match="no checkpoint is whole"):
+    assert newest_whole(run) is None
+    assert len(caplog.records) == 3
+    assert "from the initial model" in caplog.records[-1].getMessage()
+
+
+def test_without_a_whole_checkpoint_only_the_model_that_the_run_began_with_will_do(run):
+    run.model.mkdir()
+    (run.model / "model.safetensors").write_bytes(b"weights")
+    put_if_absent(run.inputs, to_json({"digests": {**model_digests(run.model), "data": "d"}}))
+    bit_flip(write(run, 2))
+    assert newest_whole(run) is None
+    (run.model / "model.safetensors").write_bytes(b"weightz")
+    with pytest.raises(CheckpointDamaged, match=r"no checkpoint is whole .*n-000000002.* not what the run began with "
+                                                r"\(model differ\)"):
         newest_whole(run)
+    write(run, 4)
+    assert newest_whole(run).state.n == 4  # a whole checkpoint needs no initial model
 
 
 def test_writing_a_checkpoint_again_leaves_a_whole_one_and_replaces_a_damaged_one(run):

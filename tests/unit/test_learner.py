@@ -30,6 +30,7 @@ from tests.learning import (
     all_by,
     answer_logprobs,
     claim_groups,
+    meet_late,
     random_groups,
     rows_of,
     sampled_by,
@@ -426,6 +427,28 @@ def test_after_a_restart_the_last_scheduled_version_is_offered_even_if_its_bytes
     assert digest_tensors(load_weights(run.weights(1), offered).items()) == read_record(run, 1).weights_digest
 
 
+def test_with_damaged_checkpoints_only_the_run_is_replayed_from_the_initial_model(tmp_path, caplog):
+    config = settings(passes=2)
+    run = new_run(tmp_path, config, steps=3)
+    learner = started(run, config)
+    digests = []
+    for step in range(3):
+        record = learner.train(step)
+        digests.append(record and record.weights_digest)
+        if step < 2:
+            learner.checkpoint()
+    for n in (1, 2):
+        (run.checkpoint(n) / "parameters.safetensors").write_bytes(b"rot")
+    versions = read_versions(run)
+    start_attempt(run, 2)
+    again = learner_of(run, config, attempt=2)
+    assert again.restore() == 0
+    assert "the run goes on from the initial model" in caplog.text
+    assert [again.train(step).weights_digest for step in range(3)] == digests
+    assert not any(run.divergent_record(step, 2).exists() for step in range(3))
+    assert again.publish_current() == versions[3] and read_versions(run) == versions
+
+
 def test_a_replay_with_other_numbers_keeps_the_stored_record_and_leaves_its_own_beside_it(tmp_path):
     config = settings()
     run = new_run(tmp_path, config, steps=2)
@@ -512,6 +535,16 @@ def test_two_gloo_ranks_train_as_one_does(tmp_path):
                 np.testing.assert_allclose(theirs[name], mine[name], atol=2e-5, err_msg=name)
 
     assert learner_of(run, config).restore() == 2  # the checkpoint of two ranks is one rank's too
+
+
+def test_at_a_barrier_rank_0_may_write_for_longer_than_a_collective_takes(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=meet_late, args=(rank, str(tmp_path / "rendezvous"), 6.0)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
+    assert [process.exitcode for process in ranks] == [0, 0]
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_agrees_to_its_precision(tmp_path):

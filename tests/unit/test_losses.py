@@ -1,4 +1,4 @@
-"""Policy losses and aggregations against NumPy loops written from docs/algorithms, values and gradients."""
+"""Policy losses and aggregations against NumPy loops written from algorithms.md, values and gradients."""
 
 from __future__ import annotations
 

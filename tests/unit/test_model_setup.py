@@ -21,7 +21,9 @@ from rl_core.model_setup import (
     ModelFacts,
     chat_template,
     check_model,
+    copy_model,
     eos_token_ids,
+    loaded_bytes,
     model_digests,
     set_up_model,
 )
@@ -187,6 +189,48 @@ def test_a_directory_that_cannot_be_used_is_refused_by_name(case: str, made: tup
 def test_a_good_local_directory_is_used_as_it_is(made: tuple[Path, Path], tmp_path: Path) -> None:
     assert set_up_model(Config(model=LocalModel(path=str(made[1]))), tmp_path) == made[1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_holds_what_is_loaded_and_nothing_else(made: tuple[Path, Path], tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "run" / "model"
+    shutil.copytree(made[1], source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("x")
+    for name in ("optimizer.pt", "pytorch_model.bin", "consolidated.safetensors", "README.md", ".git/config"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"x" * 1000)
+    (tmp_path / "run" / ".model.tmp" / "left").mkdir(parents=True)  # by a start that was killed
+    copy_model(source, target)
+    assert sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()) == [
+        "additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json", "generation_config.json",
+        "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert model_digests(target) == model_digests(made[1])
+    assert loaded_bytes(source) == sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    assert check_model(target) == check_model(made[1])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["model"]
+    (source / "config.json").write_text("{}")
+    copy_model(source, target)  # what stands is the model of the run
+    assert check_model(target) == check_model(made[1])
+
+
+def test_a_copy_of_weights_in_parts_holds_the_parts_of_the_index(made: tuple[Path, Path], tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "copy"
+    shutil.copytree(made[1], source)
+    (source / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(made[1]).save_pretrained(source, max_shard_size="1MB")
+    parts = sorted(path.name for path in source.glob("*.safetensors"))
+    assert len(parts) > 1
+    copy_model(source, target)
+    assert sorted(path.name for path in target.glob("*.safetensors*")) == [*parts, "model.safetensors.index.json"]
+    one, two = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (made[1], target))
+    assert all(bool((one[name] == two[name]).all()) for name in one)
+
+
+def test_an_index_that_leaves_its_directory_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(made[1], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"model.path: .* names '../model.safetensors'; weights lie beside"):
+        copy_model(tmp_path / "model", tmp_path / "copy")
 
 
 def test_end_tokens_and_template_are_read_from_either_place(made: tuple[Path, Path], tmp_path: Path) -> None:

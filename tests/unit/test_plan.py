@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -69,6 +70,18 @@ def test_derived_totals_follow_from_the_settings() -> None:
     assert plan.publications == 46
     assert (plan.staleness_limit, plan.staleness_hard_max) == (1, 2)
     assert plan.total_trajectories == 180 * 16 * 8
+
+
+def test_the_disk_figure_holds_the_copy_of_the_model() -> None:
+    config = resolve(load_preset("tiny-cpu"), {})
+    without, plan = make_plan(config, FACTS), make_plan(config, replace(FACTS, copied_bytes=2**20))
+    assert plan.disk_bytes == without.disk_bytes + 2**20
+    assert plan.reserve_bytes == without.reserve_bytes
+    tight = config.model_copy(update={"storage": config.storage.model_copy(update={
+        "bytes_quota": without.disk_bytes})})
+    assert make_plan(tight, FACTS).disk_bytes == without.disk_bytes
+    with pytest.raises(ConfigError, match=f"storage.bytes_quota: .*use at least {plan.disk_bytes}"):
+        make_plan(tight, replace(FACTS, copied_bytes=2**20))
 
 
 def test_the_bound_is_exact_decimal_text() -> None:

@@ -1,0 +1,150 @@
+"""What the files of one run say about its groups, for the audit: claims, drops, outcomes, rows, each read by itself.
+
+Nothing is taken from `Index`, `Positions` or `Known`, whose decisions the audit checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl_core.errors import BrokenFile, ShardCorrupt
+from rl_core.experience.discovery import SHARD_NAME, stream_names
+from rl_core.experience.ledger import (
+    CONSUMER,
+    EndOfData,
+    claimed_steps,
+    drop_files,
+    read_claim,
+    read_drops,
+    read_end,
+    voided_steps,
+)
+from rl_core.experience.outcomes import outcome_ids, read_outcome
+from rl_core.experience.shards import map_shard, shard_key, verify_shard
+from rl_core.run_dir import RunDir, read_json
+from rl_core.types import Claim, Drop, Outcome
+
+Place = tuple[int, int]
+"""(dataset epoch, position)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A landed group: one row of one shard that verifies."""
+
+    group_id: str
+    place: Place
+    idx_min: int
+    shard: str
+    row: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Facts:
+    """All that the files of one run say about groups, and in `violations` what cannot be."""
+
+    end: EndOfData | None
+    claims: list[Claim] = field(default_factory=list[Claim])
+    voided: set[int] = field(default_factory=set[int])
+    rows: list[Row] = field(default_factory=list[Row])
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    """Shard -> digest, of the shards that verify."""
+    unverified: dict[str, int] = field(default_factory=dict[str, int])
+    """Shard that does not verify and is not in quarantine -> rows (at least)."""
+    quarantined: dict[str, int] = field(default_factory=dict[str, int])
+    outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    dropped: dict[str, str] = field(default_factory=dict[str, str])
+    """Group id -> reason."""
+    dropped_before: frozenset[str] = frozenset()
+    """Those that were dropped before any row was read: each has its row."""
+    violations: list[str] = field(default_factory=list[str])
+
+    @property
+    def data_ended(self) -> bool:
+        return self.end is not None and self.end.reason == "data"
+
+
+def read_facts(run: RunDir, consumer: str = CONSUMER) -> Facts:
+    """A live run writes meanwhile. What follows from something is read after it, so that nothing seems to be missing:
+    rows after the claims that name them, the ends of tries after the rows of later tries."""
+    facts = Facts(end=read_end(run, 0, consumer))
+    _read_claims(run, facts, consumer)
+    files = drop_files(run, consumer)
+    for path in files:
+        _add_drops(facts, path.name, read_drops(path))
+    facts.dropped_before = frozenset(facts.dropped)
+    _read_shards(run, facts)
+    facts.outcomes = {name: read_outcome(run, name) for name in outcome_ids(run)}
+    for path in drop_files(run, consumer):
+        if path not in files:
+            _add_drops(facts, path.name, read_drops(path))
+    newer = len(facts.claims)
+    while not facts.violations and run.claim(newer, consumer).exists():
+        _add_drops(facts, f"claim {newer}", read_claim(run, newer, consumer).dropped)
+        newer += 1
+    facts.voided = set(voided_steps(run, consumer))
+    return facts
+
+
+def _read_claims(run: RunDir, facts: Facts, consumer: str) -> None:
+    try:
+        facts.claims = [read_claim(run, step, consumer) for step in claimed_steps(run, consumer)]
+    except BrokenFile as error:
+        facts.violations.append(str(error))
+    for claim in facts.claims:
+        _add_drops(facts, f"claim {claim.step}", claim.dropped)
+
+
+def _add_drops(facts: Facts, where: str, drops: tuple[Drop, ...]) -> None:
+    for drop in drops:
+        if drop.group_id in facts.dropped:
+            facts.violations.append(f"{drop.group_id} is dropped again by {where}")
+        facts.dropped[drop.group_id] = drop.reason
+
+
+def _read_shards(run: RunDir, facts: Facts) -> None:
+    reports = [read_json(path) for path in sorted(run.quarantine.glob("*.json"))]
+    bad = {shard_key(report["stream"], report["seq"]) for report in reports if "seq" in report}
+    for stream in stream_names(run.streams):
+        listed = [int(hit.group(1)) for name in stream_names(run.stream(stream)) if (hit := SHARD_NAME.fullmatch(name))]
+        gone = [seq for seq in set(range(max(listed, default=0))).difference(listed)
+                if not run.shard(stream, seq).exists()]  # a listing may miss what lands meanwhile
+        if gone:
+            facts.violations.append(f"stream {stream}: shard {ranges(gone)} is gone, shard {max(listed)} is there")
+        for seq in listed:
+            _read_shard(run, facts, stream, seq, quarantined=shard_key(stream, seq) in bad)
+
+
+def _read_shard(run: RunDir, facts: Facts, stream: str, seq: int, *, quarantined: bool) -> None:
+    key = shard_key(stream, seq)
+    try:
+        info = verify_shard(run.shard(stream, seq))
+    except ShardCorrupt:
+        (facts.quarantined if quarantined else facts.unverified)[key] = _stated_rows(run, key)
+        return
+    if quarantined:
+        facts.quarantined[key] = info.rows
+        return
+    facts.digests[key] = info.shard_digest
+    facts.rows += [Row(group_id=info.group_id[i], place=(int(info.dataset_epoch[i]), int(info.position[i])),
+                        idx_min=int(info.idx_min[i]), shard=key, row=i) for i in range(info.rows)]
+
+
+def _stated_rows(run: RunDir, key: str) -> int:
+    """Rows that a bad shard says it has; 1 if it cannot even say."""
+    stream, seq = key.rsplit("/", 1)
+    try:
+        return int(map_shard(run.shard(stream, int(seq)))[1].get("rl.groups", "1"))
+    except (ShardCorrupt, ValueError):
+        return 1
+
+
+def ranges(numbers: list[int]) -> str:
+    """`[3, 4, 5, 9]` -> "3-5, 9"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

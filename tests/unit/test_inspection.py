@@ -1,0 +1,74 @@
+"""What the read-only commands make of a run directory."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from flows.console import view_of
+from flows.looking import show_audit, show_status
+from rl_core.config import Config
+from rl_core.experience.ledger import EndOfData, put_end
+from rl_core.experience.shards import ShardWriter
+from rl_core.run_dir import RunDir, put_if_absent, replace_file, to_json
+from rl_core.run_identity import check_inputs, open_identity
+from tasks.inspection import run_audit, run_status, summary_so_far
+from tasks.paths import run_dir
+from tests.builders import make_group
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """One pass over three prompts, of which two landed; an attempt whose last status has a number that is not there."""
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    made = run_dir("k")
+    open_identity(made, "k", "tiny-cpu", Config.model_validate({"data": {"epochs": 1}}))
+    check_inputs(made, {"data": "d"}, rows=3)
+    put_if_absent(made.attempt(1), to_json({"attempt": 1}))
+    ShardWriter(made, "w", 1, {}, False).land([make_group(0), make_group(1)])
+    replace_file(made.status, to_json({"state": "training", "total_steps": 9, "metrics": {
+        "reward/mean": 0.5, "rollout/tokens_per_s": math.nan}}))
+    return made
+
+
+def test_the_audit_knows_how_many_prompts_there_are(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_audit("k")["holds"]
+    put_end(run, EndOfData(step=0, reason="data", left_over=2), revision=0, attempt=1)
+    report = run_audit("k")
+    assert report["positions"]["lost"] == 1
+    assert report["violations"] == ["dataset epoch 0 position 2 is lost, but the data has ended"]
+    assert show_audit("k", as_json=False) == 1
+    assert "DOES NOT HOLD: 1 violations" in capsys.readouterr().out
+
+
+def test_a_number_that_does_not_exist_is_null_in_json_and_left_out_for_people(
+        run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_status("k")["metrics"] == {"reward/mean": 0.5, "rollout/tokens_per_s": None}
+    assert show_status("k", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["rollout/tokens_per_s"] is None
+    assert show_status("k", as_json=False) == 0
+    out = capsys.readouterr().out
+    assert "reward      0.5" in out and "tokens/s" not in out
+
+
+def test_the_console_sees_nan_again(run: RunDir) -> None:
+    metrics = view_of(json.loads(run.status.read_text())).metrics
+    assert metrics["reward/mean"] == 0.5 and math.isnan(metrics["rollout/tokens_per_s"])
+
+
+def test_a_status_with_the_word_nan_is_still_read(run: RunDir) -> None:
+    run.status.write_text('{"format": 1, "metrics": {"reward/mean": NaN}, "state": "training"}')
+    assert run_status("k")["metrics"] == {"reward/mean": None}
+
+
+def test_the_summary_of_a_broken_directory_has_all_keys_and_no_numbers(run: RunDir) -> None:
+    assert summary_so_far("k", "failed", 1.5)["groups_trained"] == 0
+    run.record(0).parent.mkdir()
+    run.record(0).write_text("{")
+    broken = summary_so_far("k", "failed", 1.5)
+    assert {name: value for name, value in broken.items() if value is not None} == {
+        "run_key": "k", "status": "failed", "wall_s": 1.5}
+    assert "groups_trained" in broken

@@ -1,0 +1,63 @@
+"""What the command says at the end of a flow, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.console import Console
+from flows.launch import FAILED, INTERRUPTED, REFUSED, TERMINATED, _ended, _Flow, _same_command, _Start
+from rl_core.config import Config
+from rl_core.errors import RunIsAlive
+
+SUMMARY = {"run_key": "k", "status": "completed", "steps": 3, "accuracy_start": None, "accuracy_end": None,
+           "wall_s": 1.0, "groups_trained": 48, "groups_dropped": 0, "staleness_max": 1, "staleness_mean": 0.5,
+           "update_lag_mean": 1.0, "samples_per_s": 5.0, "mlflow_run_id": None}
+DONE = {"status": "completed", "summary": SUMMARY, "ended": {"step": 3, "reason": "steps", "left_over": 0},
+        "tracked": True}
+BROKE = {"status": "failed", "error": "BrokenFile", "message": "v.json", "wall_s": 7.0}
+ENDS: dict[str, tuple[_Flow, dict[str, Any], int, str]] = {
+    "completed": (_Flow("COMPLETED", SUMMARY), DONE, 0, "completed in"),
+    "completed, MLflow behind": (_Flow("COMPLETED", SUMMARY), DONE | {"tracked": False, "tracking_trouble": "MLflow at "
+                                 "x: down"}, 0, "MLflow at x: down; the same command with --run-key k replays"),
+    "trained, Prefect away": (_Flow("", error=OSError("refused")), DONE, 0, "Prefect could not be told"),
+    "completed, nothing could be written": (_Flow("COMPLETED", SUMMARY), {}, 0, "completed in"),
+    "failed": (_Flow("FAILED", error=ValueError("x")), BROKE, FAILED, "failed: BrokenFile: v.json"),
+    "failed before it wrote anything": (_Flow("", error=RuntimeError("Failed to reach API\nmore")), {}, FAILED,
+                                        "failed: RuntimeError: Failed to reach API\n"),
+    "SIGINT": (_Flow("CANCELLED"), {"status": "cancelled", "signal": "SIGINT"}, INTERRUPTED, "stopped by SIGINT"),
+    "SIGTERM": (_Flow("CANCELLED"), {"status": "cancelled", "signal": "SIGTERM"}, TERMINATED, "stopped by SIGTERM"),
+}
+
+
+@pytest.mark.parametrize(("flow", "result", "code", "said"), ENDS.values(), ids=ENDS)
+def test_the_exit_code_and_the_last_line_agree_with_the_end(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flow: _Flow, result: dict[str, Any], code: int,
+        said: str) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    out = io.StringIO()
+    start = _Start(Console(out), "tiny-cpu", True, False, run_key="k")
+    assert _ended(start, flow, result, Config()) == code
+    assert said in out.getvalue()
+    last = json.loads(out.getvalue().splitlines()[-1])
+    assert list(last) == list(SUMMARY)
+    assert last["status"] == {0: "completed", FAILED: "failed"}.get(code, "cancelled")
+    assert last["wall_s"] >= 0 and (result is not BROKE or last["wall_s"] == 7.0)
+
+
+def test_a_run_that_is_alive_is_refused_whatever_an_earlier_start_wrote(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    start = _Start(Console(io.StringIO()), "tiny-cpu", True, False, run_key="k")
+    assert _ended(start, _Flow("FAILED", error=RunIsAlive("pid 7 owns it")), BROKE, Config()) == REFUSED
+    assert capsys.readouterr().err == "error: pid 7 owns it\n"
+
+
+def test_the_command_is_given_again_without_its_key_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["headway", "train", "--json", "--set", "reward=./a b.py:f", "--run-key", "k",
+                                     "--preset=x", "--run-key=k"])
+    assert _same_command() == ["--set", "reward=./a b.py:f", "--preset=x"]
