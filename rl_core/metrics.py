@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from rl_core.types import WorkerStatus
@@ -211,33 +211,45 @@ class PoolReading:
     at_s: float
     """Monotonic seconds."""
     workers: dict[str, WorkerStatus]
+    since_s: float | None = None
+    """Moment of the reading before; None: the workers' start."""
+    before: dict[str, WorkerStatus] = field(default_factory=dict[str, WorkerStatus])
+    """Their counters at that moment."""
 
 
-def read_pool(statuses: Iterable[WorkerStatus], at_s: float) -> PoolReading:
-    """One reading of the workers' statuses, taken at `at_s` (monotonic seconds)."""
-    return PoolReading(at_s, {status.stream: status for status in statuses})
+def read_pool(statuses: Iterable[WorkerStatus], at_s: float, before: PoolReading | None = None) -> PoolReading:
+    """One reading of the workers' statuses, taken at `at_s` (monotonic seconds), behind the reading `before`.
+
+    A worker speaks when something happened, and short steps may end in between. Where none has spoken since `before`,
+    the interval stays that one's: the step shows the newest that is known, and the next reading counts from there.
+    """
+    workers = {status.stream: status for status in statuses}
+    if before is None:
+        return PoolReading(at_s, workers)
+    if {stream: status.seconds for stream, status in workers.items()} == \
+            {stream: status.seconds for stream, status in before.workers.items()}:
+        return replace(before, workers=workers)
+    return PoolReading(at_s, workers, before.at_s, before.workers)
 
 
-def pool_metrics(before: PoolReading | None, now: PoolReading, *, in_flight: int,
-                 published_idx: int) -> dict[str, float]:
-    """The owner's metrics of one step from two readings: exactly `names("owner")`.
+def pool_metrics(now: PoolReading, *, in_flight: int, published_idx: int) -> dict[str, float]:
+    """The owner's metrics of one step from a reading and the one before it: exactly `names("owner")`.
 
-    A worker that restarted in between counts from the start of its new incarnation; `before=None` counts everything
+    A worker that restarted in between counts from the start of its new incarnation; the first reading counts everything
     from the workers' start. `in_flight` is F of the admission formula (experience-store.md 3.7).
     """
-    old = before.workers if before else {}
     seconds_before: dict[str, float] = {}
     seconds_now: dict[str, float] = {}
     generated = wasted = 0
     for stream, status in now.workers.items():
-        last = old.get(stream)
+        last = now.before.get(stream)
         generated += status.tokens_generated - (last.tokens_generated if last else 0)
         wasted += status.tokens_wasted - (last.tokens_wasted if last else 0)
         for state in STATES:
             seconds_now[state] = seconds_now.get(state, 0.0) + status.seconds.get(state, 0.0)
             seconds_before[state] = seconds_before.get(state, 0.0) + (last.seconds.get(state, 0.0) if last else 0.0)
     age = max((sum(status.seconds.values()) for status in now.workers.values()), default=0.0)
-    elapsed = now.at_s - before.at_s if before else age
+    elapsed = age if now.since_s is None else now.at_s - now.since_s
     served = [status.served.idx for status in now.workers.values() if status.served]
     return utilization("rollout", seconds_before, seconds_now) | {
         "weights/served_lag": float(published_idx - min(served)) if served else math.nan,

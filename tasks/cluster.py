@@ -150,6 +150,8 @@ class ActorSpec:
     start_s: float = 180.0
     """Deadline from placement to the first answer, making the class included."""
     threads: int = 1
+    nice: int = 0
+    """Added to the process's niceness: work that shall yield to training."""
     gpus: float = 0.0
     log: Path | None = None
     """File for the actor's stdout and stderr."""
@@ -351,8 +353,9 @@ def _start(spec: ActorSpec, until: float) -> Handle:
     actor = shell.options(name=spec.name, namespace=NAMESPACE, lifetime="detached", num_cpus=0, num_gpus=spec.gpus,
                           max_restarts=0, max_task_retries=0, max_concurrency=spec.concurrency).remote(
         label=f"{spec.role}/{spec.rank}", attempt=spec.attempt, digest=spec.digest,
-        owner_timeout_s=spec.owner_timeout_s, threads=spec.threads, environ=_forwarded(), cwd=os.getcwd(),
-        paths=[path for path in sys.path if path], log=None if spec.log is None else str(spec.log.resolve()))
+        owner_timeout_s=spec.owner_timeout_s, threads=spec.threads, nice=spec.nice, environ=_forwarded(),
+        cwd=os.getcwd(), paths=[path for path in sys.path if path],
+        log=None if spec.log is None else str(spec.log.resolve()))
     handle = Handle(spec, actor, Identity.unknown(), adopted=False)
     try:
         handle.identity = Pending(handle, "start", _adoption(actor, spec)).result(until - time.monotonic())

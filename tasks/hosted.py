@@ -61,7 +61,7 @@ class Hosted:
     """
 
     def __init__(self, *, label: str, attempt: int, digest: str, owner_timeout_s: float, threads: int,
-                 environ: dict[str, str], cwd: str, paths: list[str], log: str | None) -> None:
+                 nice: int, environ: dict[str, str], cwd: str, paths: list[str], log: str | None) -> None:
         self._label, self._attempt, self._digest = label, attempt, digest
         self._timeout_s, self._heard = owner_timeout_s, time.monotonic()
         self._lock = threading.Lock()
@@ -69,6 +69,7 @@ class Hosted:
         # Before the role's modules are imported, which read these once.
         os.environ |= {**environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
                        "OPENBLAS_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        os.nice(nice)
         with suppress(OSError):  # a relative reward path means the owner's directory; another machine may lack it
             os.chdir(cwd)
         sys.path += [path for path in paths if path not in sys.path and os.path.isdir(path)]

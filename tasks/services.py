@@ -29,6 +29,7 @@ from rl_core.run_dir import replace_file, to_json
 from tasks import keeper, servers
 from tasks.servers import HOST, Process
 
+PREFECT_NICE = 5
 START_TRIES = 3
 """A free port can be taken by somebody else before the service binds it: that, and only that, is tried again."""
 PRIVATE = "HEADWAY_PRIVATE_SERVICES"
@@ -292,6 +293,8 @@ def _start_prefect(start: _Start) -> None:
         start.note("prefect", process, address)
         servers.wait("Prefect server", process, log, start.until, lambda: servers.prefect_answers(address, auth),
                      start.tick)
+    with suppress(ProcessLookupError):  # it started at full speed; beside training it yields
+        os.setpriority(os.PRIO_PROCESS, process.pid, PREFECT_NICE)
 
 
 def _start_ray(start: _Start) -> None:

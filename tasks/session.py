@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ from tasks.training import Claims, LearnerGroup, first_step
 
 SERVICES_STOP_S = 5.0
 
+VALIDATION_NICE = 10
+"""Validation takes the processor time that training leaves."""
+
 
 class Session:
     """What one start of a run holds while it lives. `open_session` makes it, `set_up` fills it, `close` ends it."""
@@ -72,7 +76,7 @@ class Session:
         self.services: services.Services | None = None
         """Those that this start has to end, as no command does."""
         self._ending = threading.Event()
-        self._before: PoolReading | None = None
+        self._seen: PoolReading | None = None
         self._artifact = ProgressArtifact(config.total_steps)
 
     @property
@@ -104,11 +108,10 @@ class Session:
     def saw_step(self, record: StepRecord) -> None:
         """Note a trained step: what the rollout side did meanwhile, tracking, status line."""
         self.experience.wake()  # a version may have been published
-        now = read_pool(self.pump.statuses(), time.monotonic())
+        self._seen = read_pool(self.pump.statuses(), time.monotonic(), self._seen)
         if record.published is not None:
             self.published_idx = record.published.idx
-        metrics = pool_metrics(self._before, now, in_flight=self.experience.F, published_idx=self.published_idx)
-        self._before = now
+        metrics = pool_metrics(self._seen, in_flight=self.experience.F, published_idx=self.published_idx)
         self.tracker.observe(record.step, metrics)
         self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics)
         self._artifact.done(record.step + 1)
@@ -308,8 +311,9 @@ def _worker_specs(session: Session) -> list[cluster.ActorSpec]:
 
 def _validator_spec(session: Session) -> cluster.ActorSpec:
     engine = session.config.rollout.engine
-    return _spec(session, "validation", 0, "rl_core.validation:open_validator", engine.threads,
+    spec = _spec(session, "validation", 0, "rl_core.validation:open_validator", engine.threads,
                  float(engine.device == "cuda"), cwd=os.getcwd())
+    return replace(spec, nice=VALIDATION_NICE)
 
 
 def _tags(session: Session) -> dict[str, str]:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from rl_core.config import Config
@@ -447,9 +447,10 @@ class Pump:
     # -- for the owner
 
     def statuses(self) -> list[WorkerStatus]:
-        """The newest status of every worker that has answered."""
+        """The newest status of every worker that has answered, with the version that it has acknowledged since."""
         with self._changed:
-            return [worker.status for worker in self._workers.values() if worker.status is not None]
+            return [replace(worker.status, served=worker.served) for worker in self._workers.values()
+                    if worker.status is not None]
 
     def snapshot(self) -> dict[str, Any]:
         """Now: `in_flight` F, `landed` L, `step` (next unclaimed), `capacity` of the worker with the newest weights and

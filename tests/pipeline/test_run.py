@@ -117,7 +117,7 @@ def test_the_rollout_side_is_seen_busy_waiting_and_syncing_at_every_step(finishe
     assert observed_steps(finished.run) == list(range(STEPS))
     seen = [read_observation(finished.run, k).metrics for k in range(STEPS)]
     share = {state: np.array([metrics[f"utilization/rollout_{state}"] for metrics in seen]) for state in STATES}
-    assert sum(share.values()) == pytest.approx(1.0)  # no NaN: every step has a reading of its own
+    assert sum(share.values()) == pytest.approx(1.0)  # and so none is NaN
     assert all(share[state].min() >= 0 for state in STATES)
     assert all(share[state].max() > 0 for state in ("busy", "waiting", "syncing"))
 

@@ -143,8 +143,8 @@ def test_pool_metrics_are_those_since_the_reading_before_also_over_a_restart() -
                        at_s=100.0)
     # r-1 died and came back: its new incarnation counts from 0.
     now = read_pool([status("r-0", "r-0-aa", 6, 1300, 130, 13.0, 1.0), status("r-1", "r-1-cc", 5, 100, 10, 1.0, 1.0)],
-                    at_s=104.0)
-    metrics = pool_metrics(before, now, in_flight=9, published_idx=6)
+                    at_s=104.0, before=before)
+    metrics = pool_metrics(now, in_flight=9, published_idx=6)
     check(metrics, "owner")
     assert metrics == pytest.approx({
         "utilization/rollout_busy": 4.0 / 6.0, "utilization/rollout_waiting": 2.0 / 6.0,
@@ -154,7 +154,19 @@ def test_pool_metrics_are_those_since_the_reading_before_also_over_a_restart() -
 
 def test_the_first_reading_counts_from_the_start_of_the_workers() -> None:
     now = read_pool([status("r-0", "r-0-aa", None, 300, 0, 2.0, 1.0)], at_s=50.0)
-    metrics = pool_metrics(None, now, in_flight=0, published_idx=0)
+    metrics = pool_metrics(now, in_flight=0, published_idx=0)
     assert metrics["rollout/tokens_per_s"] == 100.0
     assert math.isnan(metrics["weights/served_lag"])
-    assert math.isnan(pool_metrics(now, now, in_flight=0, published_idx=0)["rollout/wasted"])
+    idle = read_pool([status("r-0", "r-0-aa", None, 300, 0, 2.0, 2.0)], at_s=51.0, before=now)
+    assert math.isnan(pool_metrics(idle, in_flight=0, published_idx=0)["rollout/wasted"])
+
+
+def test_a_step_in_which_no_worker_has_spoken_shows_the_newest_known_interval() -> None:
+    first = read_pool([status("r-0", "r-0-aa", 0, 100, 0, 1.0, 0.0)], at_s=10.0)
+    second = read_pool([status("r-0", "r-0-aa", 0, 400, 0, 2.5, 0.5)], at_s=12.0, before=first)
+    silent = read_pool([status("r-0", "r-0-aa", 1, 400, 0, 2.5, 0.5)], at_s=12.1, before=second)
+    later = read_pool([status("r-0", "r-0-aa", 1, 900, 0, 4.5, 1.0)], at_s=14.0, before=silent)
+    found = [pool_metrics(reading, in_flight=0, published_idx=1) for reading in (second, silent, later)]
+    assert [each["utilization/rollout_busy"] for each in found] == [0.75, 0.75, 0.8]
+    assert [each["rollout/tokens_per_s"] for each in found] == [150.0, 150.0, 250.0]
+    assert [each["weights/served_lag"] for each in found] == [1.0, 0.0, 0.0]  # an acknowledged swap counts at once
