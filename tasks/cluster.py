@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 
+os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # a step sent ahead fails with the one before it, whose error is told
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # read when ray is imported: a late call must not start a new cluster
 
 import logging

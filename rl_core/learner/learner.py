@@ -61,7 +61,7 @@ from rl_core.weights import (
 
 LOG = logging.getLogger("headway.learner")
 NAN = float("nan")
-TURN_S = 5.0
+TURN_S = 2.0
 """Longest wait of a step that was sent ahead for the step before it to arrive."""
 
 

@@ -243,6 +243,7 @@ def pid_of_learner(home: Home, run: RunDir) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_owner_and_learner_killed_between_two_publications_the_same_command_goes_on(home: Home, model: Path,
                                                                                     tmp_path: Path) -> None:
     work = workplace(tmp_path / "work", model)

@@ -83,17 +83,20 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
 
 
 def break_step(command: Command) -> str:
-    """A byte flipped in a shard of a claim that is not trained yet: the learner refuses to read it."""
-    run = command.run
-    while True:
+    """A byte flipped in the shards of every claim that has no record yet, until the learner reads one of them."""
+    run, spoiled, until = command.run, set[str](), time.monotonic() + 30
+    while not run.result.exists() and time.monotonic() < until:
         step = claimed_steps(run)[-1]
-        claim = read_claim(run, step)
-        if not run.record(step).exists():
-            path = run.shard(claim.groups[0].stream, claim.groups[0].seq)
-            raw = bytearray(path.read_bytes())
-            raw[len(raw) // 2] ^= 1
-            path.write_bytes(raw)
-            return "ClaimedShardCorrupt"
+        if run.record(step).exists():
+            continue
+        for group in read_claim(run, step).groups:
+            path = run.shard(group.stream, group.seq)
+            if str(path) not in spoiled:
+                spoiled.add(str(path))
+                raw = bytearray(path.read_bytes())
+                raw[len(raw) // 2] ^= 1
+                path.write_bytes(raw)
+    return "ClaimedShardCorrupt"
 
 
 def break_pump(command: Command) -> str:
