@@ -83,10 +83,10 @@ def train_steps(session: Session) -> None:
             if session.ended is not None:
                 break
             done = step + 1
-            if validation_due(session, done):
-                validate_beside(session, done)
             if checkpoint_due(session, done):
                 checkpoint(session, done)
+            if validation_due(session, done):
+                validate_beside(session, done)
         session.end_rollout()
         session.ended = session.ended or session.claims.end()
         validate_beside(session, done)

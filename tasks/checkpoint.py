@@ -10,8 +10,11 @@ from tasks.session import Session
 
 @task(name="checkpoint", task_run_name="checkpoint-{step}", cache_policy=NO_CACHE, persist_result=False)
 def checkpoint(session: Session, step: int) -> int:
-    """Save the state after `step` steps; returns the number of steps it holds."""
-    return session.learner.checkpoint()
+    """Save the state after `step` steps; returns the number of steps it holds. The learner then goes on by itself."""
+    saved = session.learner.checkpoint()
+    if session.claims.ready(step):
+        session.learner.send(step)
+    return saved
 
 
 def checkpoint_due(session: Session, steps_done: int, *, last: bool = False) -> bool:

@@ -179,6 +179,12 @@ class Claims:
     def _submit(self, step: int, more_s: float = 0.0) -> Future[Claim | EndOfData]:
         return self._pool.submit(self._experience.claim, step, self._config.deadlines.claim_s + more_s)
 
+    def ready(self, step: int) -> bool:
+        """Whether `step` was claimed ahead and waits to be trained."""
+        ahead = self._ahead
+        return ahead is not None and ahead[0] == step and ahead[1].done() and ahead[1].exception() is None \
+            and isinstance(ahead[1].result(), Claim)
+
     def end(self) -> EndOfData:
         """Record that the steps are done."""
         ended = self.take(self._config.total_steps)
