@@ -24,7 +24,7 @@ from tests.runs import Home, processes_of
 
 SEEDS = (1, 2, 3)
 SAMPLE_S = 4.0
-"""Reading a process's PSS stops its page faults for milliseconds: often enough for a plateau, too seldom to be timed."""
+"""Reading a process's PSS holds up its page faults for milliseconds: enough for a plateau, too seldom to be timed."""
 FIRST_LINES = 5
 STEADY_FROM = 10
 """Steps before this one warm caches up and are left out of the gaps."""
