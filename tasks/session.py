@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -43,7 +43,6 @@ from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup, first_step
 
 SERVICES_STOP_S = 5.0
-
 VALIDATION_NICE = 10
 """Validation takes the processor time that training leaves."""
 
@@ -184,8 +183,13 @@ class Session:
         self._ending.set()
         if hasattr(self, "claims"):
             self.claims.close()
-        ends = [end for name, end in (("pool", "kill"), ("learner", "close"), ("validator", "kill"))
-                if hasattr(self, name) for end in (getattr(getattr(self, name), end),)]
+        ends: list[Callable[[], None]] = []
+        if hasattr(self, "pool"):
+            ends.append(self.pool.kill)
+        if hasattr(self, "learner"):
+            ends.append(self.learner.close)
+        if hasattr(self, "validator"):
+            ends.append(self.validator.kill)
         with ThreadPoolExecutor(3, thread_name_prefix="end-actors") as threads:
             for ended in [threads.submit(end) for end in ends]:
                 with suppress(DeadPart):
@@ -212,7 +216,8 @@ def set_up(session: Session) -> None:
     Raises NoExclusiveCreate, ConfigError (inputs that changed), CheckpointDamaged, DeadPart.
     """
     run, config, progress = session.run, session.config, session.progress
-    for directory in (run.ledger(), run.records, run.versions, run.attempts, run.outcomes):
+    for directory in (run.ledger(), run.records, run.versions, run.attempts, run.outcomes, run.streams,
+                      run.validations):
         self_test(directory)
     session.attempt = session.lock.next_attempt(first_step(run), flow_run.get_id())
     _observe_all(run)
