@@ -99,6 +99,9 @@ def connect(where: services.Services, *, owner_timeout_s: float) -> None:
             os.environ.pop(name, None)
     os.environ.update({name: value for name, value in where.env.items()
                        if name.startswith("RAY_") or name == services.PRIVATE})
+    # Every first failure is read by whoever waits for it; what was sent ahead of it fails too, with nobody waiting,
+    # and Ray would print that on the user's terminal when the reference is dropped.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     # The authentication mode and the token are read when ray is imported; here they may have changed since.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

@@ -281,12 +281,15 @@ class Index:
         w = self.waiting
         if usable.size > n:
             idx_min = w.idx_min if usable.size == len(w) else w.idx_min[usable]
-            threshold = np.partition(idx_min, n - 1)[n - 1]
-            older, equal = usable[idx_min < threshold], usable[idx_min == threshold]
-            if older.size + equal.size > n:
+            level, older, missing = int(idx_min.min()), list[NDArray[np.intp]](), n
+            while (equal := usable[np.flatnonzero(idx_min == level)]).size < missing:  # a pass for each age: few
+                older.append(equal)
+                missing -= equal.size
+                level = int(idx_min.min(where=idx_min > level, initial=np.iinfo(np.int32).max))
+            if equal.size > missing:
                 lease_no = w.lease_no[equal]
-                equal = equal[lease_no <= np.partition(lease_no, n - older.size - 1)[n - older.size - 1]]
-            usable = np.concatenate([older, equal])
+                equal = equal[lease_no <= np.partition(lease_no, missing - 1)[missing - 1]]
+            usable = np.concatenate([*older, equal])
         shards = [(self.shards[int(i)].stream, self.shards[int(i)].seq) for i in w.shard[usable]]
         order = sorted(zip(w.idx_min[usable].tolist(), w.lease_no[usable].tolist(), shards, w.row[usable].tolist(),
                            usable.tolist(), strict=True))
