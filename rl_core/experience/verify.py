@@ -101,7 +101,7 @@ def metadata_of(path: Path, batch: pa.RecordBatch) -> dict[str, str]:
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    """Map and parse. (Arrow reads from a plain mapping in a quarter of the time that `pa.memory_map` takes, which advises
+    """Map and parse. (Arrow reads a plain mapping in a quarter of the time that `pa.memory_map` takes, which advises
     the kernel and reads ahead for every buffer.)"""
     fd = os.open(path, os.O_RDONLY)
     try:
