@@ -61,9 +61,10 @@ def train(preset: str = "tiny-cpu", overrides: dict[str, Any] | None = None,
             set_up(session)
             train_steps(session)
             return publish_report(session)
-        except (KeyboardInterrupt, TerminationSignal):
-            return Cancelled(message=session.cancelled(signals.received() or "SIGINT"))
         except BaseException as error:
+            # Whatever is raised after a signal comes of it: code that a signal meets may turn it into an error.
+            if isinstance(error, KeyboardInterrupt | TerminationSignal) or signals.received() is not None:
+                return Cancelled(message=session.cancelled(signals.received() or "SIGINT"))
             session.failed(error)
             raise
         finally:
