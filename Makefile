@@ -80,6 +80,8 @@ $(RUN_STAMP): | $(BIN)/python
 $(DEV_STAMP): $(RUN_STAMP)
 	@echo 'installing the tools that tests and checks need'
 	@$(PIP) install -qq $(CONSTRAIN) -e '.[dev]'
+	@$(PIP) install -qq $(CONSTRAIN) -e '.[tasks]' || \
+		echo 'the extra `tasks` could not be installed (it takes a C compiler): tests of its rewards are skipped'
 	@touch $@
 
 # PyPI's torch for Linux is a CUDA build. Without an NVIDIA device, take a CPU build: a wheel that pip finds on this

@@ -232,7 +232,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The summary table, from the object that `--json` prints (rl_core/history.py, Summary)."""
+    """The summary table, from the object that `--json` prints (rl_core/summary.py, Summary)."""
     def shown(key: str, digits: int) -> str:
         return "-" if summary[key] is None else f"{summary[key]:.{digits}f}"
 
@@ -272,6 +272,11 @@ def failed_lines(*, run_key: str, cause: str, logs: str, resume: str) -> list[st
     """The first cause of a failure, where the whole story is, and how to go on."""
     return ["", f"failed: {cause}", f"  logs     {logs}", f"  look at  headway status {run_key}",
             f"  go on    {resume}"]
+
+
+def amendment_text(from_step: int, changed: Mapping[str, Sequence[Any]]) -> str:
+    """`from step 60 on: total_steps 60 -> 120, learner.lr 0.0005 -> 0.0003`."""
+    return f"from step {from_step} on: " + ", ".join(f"{name} {was} -> {now}" for name, (was, now) in changed.items())
 
 
 def number(value: float) -> str:

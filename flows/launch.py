@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flows.console import Console, failed_lines, next_lines, stopped_lines, summary_lines, view_of
-from flows.presets import load_preset
+from flows.console import Console, amendment_text, failed_lines, next_lines, stopped_lines, summary_lines, view_of
+from flows.presets import DEFAULT, base_of
 from rl_core.config import Config
 from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, NoExclusiveCreate, RunIsAlive
-from rl_core.plan import Plan, describe, make_plan, parse_overrides, resolve
+from rl_core.plan import describe, make_plan, parse_overrides, resolve
+
+if TYPE_CHECKING:
+    from tasks.preparation import Prepared
 
 REFUSED, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 """Exit codes; 0 is completed. REFUSED: nothing was started."""
@@ -49,12 +52,13 @@ class Terminated(BaseException):
     """SIGTERM outside the flow, where Prefect does not handle it."""
 
 
-def launch(preset: str, overrides: Sequence[str], run_key: str | None, *, as_json: bool, verbose: bool) -> int:
-    """Run `headway train`; returns its exit code."""
+def launch(preset: str | None, overrides: Sequence[str], run_key: str | None, *, as_json: bool, verbose: bool,
+           amend: bool = False) -> int:
+    """Run `headway train`; returns its exit code. `preset` None: the stored settings of the run, if there is one."""
     console = Console()
-    console.line(f"headway {version('headway')}: train {preset}")
+    console.line(f"headway {version('headway')}: train {preset or run_key or DEFAULT}")
     signal.signal(signal.SIGTERM, _terminated)
-    start = _Start(console, preset, as_json, verbose)
+    start = _Start(console, preset, as_json, verbose, amend)
     code = _told(start, overrides, run_key)
     if start.prefect_away:  # at exit Prefect would try for minutes to send its last events
         sys.stdout.flush()
@@ -84,9 +88,10 @@ class _Start:
     """What one command says, and how."""
 
     console: Console
-    preset: str
+    preset: str | None
     as_json: bool
     verbose: bool
+    amend: bool = False
     begun: float = field(default_factory=time.monotonic)
     run_key: str | None = None
     """None until the plan stands."""
@@ -118,18 +123,24 @@ def _said(start: _Start, lines: Sequence[str], status: str, code: int, wall_s: f
 
 def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int:
     console = start.console
-    os.environ.update(QUIET if not start.verbose else {})
+    if not start.verbose:
+        os.environ.setdefault("HEADWAY_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))  # the person's word on it
+        os.environ.update(QUIET)
     with stage(console, "plan"):
-        changes, config, start.run_key, plan = _prepare(start.preset, overrides, run_key)
+        changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend)
+        start.run_key = prepared.run_key
     from tasks.inspection import is_completed, read_result
     from tasks.paths import headway_home, run_dir
     from tasks.preparation import check_free
 
     run = run_dir(start.run_key)
-    if is_completed(run):
+    if start.amend and not prepared.amends:
+        console.line(f"  nothing to amend: no training setting differs from those of run {start.run_key}")
+    if is_completed(run) and not prepared.amends:
         return _completed(start, _tracked(start, config, read_result(run)), str(run.figures))
     check_free(run)
-    console.lines([f"  {what:<18} {value}" for what, value in describe(config, plan)])
+    console.lines([f"  {what:<18} {value}" for what, value in _rows(config, prepared)])
+    console.lines([f"  warning: {warning}" for warning in prepared.plan.warnings])
     from tasks import services
 
     where = services.start(run.services, headway_home(), isolated=config.isolated, deadlines=config.deadlines,
@@ -140,7 +151,7 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
         os.environ.update(QUIET if not start.verbose else {})
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # 6 s for a call; its default tries for a minute
         before = read_result(run)
-        flow = _run_flow(console, run.status, start.preset, changes, start.run_key)
+        flow = _run_flow(start, run.status, changes)
         start.prefect_away = not flow.name
         ours = not isinstance(flow.error, RunIsAlive)  # else another start was quicker
         result = read_result(run)
@@ -162,18 +173,30 @@ def _tracked(start: _Start, config: Config, result: dict[str, Any]) -> dict[str,
         return track_again(run_dir(start.run_key), config)
 
 
-def _prepare(preset: str, overrides: Sequence[str], run_key: str | None) -> tuple[dict[str, Any], Config, str, Plan]:
-    """Overrides, settings, run key and plan of a command: all that can be known before a start. Writes nothing.
+def _prepare(preset: str | None, overrides: Sequence[str], run_key: str | None, *, amend: bool,
+             planned: bool = False) -> tuple[dict[str, Any], Config, Prepared]:
+    """Overrides, settings, run and plan of a command: all that can be known before a start. Writes nothing.
 
     Raises what refuses it: ConfigError, DataError, BrokenFile.
     """
     changes = parse_overrides(overrides)
-    config = resolve(load_preset(preset), changes)
+    name, settings = base_of(preset, run_key)
+    config = resolve(settings, changes)
     make_plan(config)  # what is wrong whatever the inputs is said before anything heavy is imported
     from tasks.preparation import prepare
 
-    prepared = prepare(config, preset, run_key)
-    return changes, config, prepared.run_key, prepared.plan
+    return changes, config, prepare(config, name, run_key, amend=amend, planned=planned)
+
+
+def _rows(config: Config, prepared: Prepared) -> list[tuple[str, str]]:
+    """The plan as rows for people, and which revision of its settings the run has."""
+    rows, last = describe(config, prepared.plan), prepared.amendment
+    if last is not None:
+        rows.append(("revision", f"{last.revision}, {amendment_text(last.from_step, last.changed)}"))
+    if prepared.amends:
+        text = amendment_text(prepared.from_step, prepared.amends)
+        rows.append(("amends", f"as revision {prepared.revision + 1}, {text}"))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -193,9 +216,9 @@ def stage(console: Console, name: str) -> Iterator[None]:
     console.line(f"  {name:<12} {time.monotonic() - begun:6.1f} s")
 
 
-def _run_flow(console: Console, status: Path, preset: str, changes: dict[str, Any],
-              run_key: str) -> _Flow:
+def _run_flow(start: _Start, status: Path, changes: dict[str, Any]) -> _Flow:
     """Run the flow in this thread, where signals arrive, while another one shows its status view."""
+    console = start.console
     before = status.stat().st_mtime_ns if status.exists() else 0
     over = threading.Event()
 
@@ -208,7 +231,8 @@ def _run_flow(console: Console, status: Path, preset: str, changes: dict[str, An
     from flows.train import train  # imports prefect and ray, with the services' addresses in place
 
     try:
-        state: Any = train(preset=preset, overrides=changes, run_key=run_key, return_state=True)
+        state: Any = train(preset=start.preset, overrides=changes, run_key=start.run_key, amend=start.amend,
+                           return_state=True)
         ended = state.result(raise_on_failure=False)
         return _Flow(state.type.value, ended, ended if isinstance(ended, BaseException) else None)
     except Exception as error:  # whatever Prefect's engine raises without its server
@@ -286,7 +310,9 @@ def _same_command() -> list[str]:
 def _completed(start: _Start, result: dict[str, Any], figures: str) -> int:
     console, summary, ended = start.console, result["summary"], result.get("ended")
     console.lines(summary_lines(summary))
-    if ended is not None and ended["reason"] == "data":
+    if "ended" in result and ended is None:
+        console.line("  validation.only: this start trained nothing; the same command without it goes on")
+    elif ended is not None and ended["reason"] == "data":
         console.line(f"  the data ended after {ended['step']} steps; {ended['left_over']} groups are left over, "
                      "too few for a step")
     if not result.get("tracked"):
@@ -298,11 +324,16 @@ def _completed(start: _Start, result: dict[str, Any], figures: str) -> int:
     return 0
 
 
-def show_plan(preset: str, overrides: Sequence[str], run_key: str | None, *, as_json: bool) -> int:
-    """Run `headway plan`: resolved settings, totals, where each service would be. Starts nothing."""
+def show_plan(preset: str | None, overrides: Sequence[str], run_key: str | None, *, as_json: bool,
+              amend: bool = False) -> int:
+    """Run `headway plan`: resolved settings, totals, where each service would be. Starts nothing.
+
+    What a start here and now is refused for, and a plan can do without, is a warning on stderr: devices of another
+    machine, and what the preset leaves to be set.
+    """
     console = Console()
     try:
-        _, config, _, made = _prepare(preset, overrides, run_key)
+        _, config, prepared = _prepare(preset, overrides, run_key, amend=amend, planned=True)
     except USERS_TO_MEND as error:
         return _refused(console, str(error))
     from rl_core.plan import flatten
@@ -314,11 +345,15 @@ def show_plan(preset: str, overrides: Sequence[str], run_key: str | None, *, as_
     given = ambient(isolated=config.isolated)
     places = {name: f"{given[name][0]} ({given[name][1]})" if name in given else "started for this run alone"
               for name in ("prefect", "ray")} | {"mlflow": str(tracked)}
+    warnings = (*prepared.warnings, *prepared.plan.warnings)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"config": config.model_dump(mode="json"), "plan": made.as_json(), "services": places},
+        print(json.dumps({"config": config.model_dump(mode="json"), "plan": prepared.plan.as_json(), "services": places,
+                          "revision": prepared.revision, "amends": prepared.amends, "warnings": warnings},
                          allow_nan=False), file=sys.stdout)
         return 0
     console.lines(["settings", *(f"  {name:<36} {json.dumps(value)}" for name, value in flatten(config).items())])
-    console.lines(["", "plan", *(f"  {what:<18} {value}" for what, value in describe(config, made))])
+    console.lines(["", "plan", *(f"  {what:<18} {value}" for what, value in _rows(config, prepared))])
     console.lines(["", "services", *(f"  {name:<18} {place}" for name, place in places.items())])
     return 0

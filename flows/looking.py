@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from flows.console import Console
+from flows.looking_text import extreme_lines, group_lines, status_lines, step_lines
 from rl_core.errors import BrokenFile, ConfigError, DeadPart
 
 REFUSED = 2
@@ -18,7 +19,7 @@ def show_status(run_key: str, *, as_json: bool) -> int:
     """What the run is doing, or how it ended."""
     from tasks.inspection import run_status
 
-    return _show(run_status, run_key, as_json=as_json, lines=_status_lines)
+    return _show(run_status, run_key, as_json=as_json, lines=status_lines)
 
 
 def show_audit(run_key: str, *, as_json: bool) -> int:
@@ -29,11 +30,24 @@ def show_audit(run_key: str, *, as_json: bool) -> int:
                  code=lambda report: 0 if report["holds"] else 1)
 
 
-def show_step(run_key: str, step: int, *, as_json: bool) -> int:
-    """Prompts, answers, rewards and versions of one training step."""
-    from tasks.inspection import run_step
+def show_answers(run_key: str, *, step: int | None, group: str | None, best: int | None, worst: int | None,
+                 as_json: bool) -> int:
+    """Prompts, answers, rewards and versions: of one training step (by default the newest), of one group, or the best
+    or worst answers of a step or of the run."""
+    given = [name for name, value in (("--group", group), ("--best", best), ("--worst", worst)) if value is not None]
+    if len(given) > 1 or (group is not None and step is not None):
+        print(f"error: {' and '.join([*given, *(['--step'] if step is not None and group else [])])} ask for different "
+              "things; give --group alone, or one of --best and --worst, with --step or without", file=sys.stderr)
+        return REFUSED
+    from tasks.answers import run_extremes, run_group, run_step
 
-    return _show(lambda key: run_step(key, step), run_key, as_json=as_json, lines=_step_lines)
+    if group is not None:
+        return _show(lambda key: run_group(key, group), run_key, as_json=as_json, lines=group_lines)
+    if best is not None or worst is not None:
+        count = best if best is not None else worst
+        return _show(lambda key: run_extremes(key, "best" if worst is None else "worst", count or 0, step), run_key,
+                     as_json=as_json, lines=extreme_lines)
+    return _show(lambda key: run_step(key, step), run_key, as_json=as_json, lines=step_lines)
 
 
 def _show(read: Any, run_key: str, *, as_json: bool, lines: Any, code: Any = lambda report: 0) -> int:
@@ -49,19 +63,6 @@ def _show(read: Any, run_key: str, *, as_json: bool, lines: Any, code: Any = lam
     return code(report)
 
 
-def _status_lines(report: dict[str, Any]) -> list[str]:
-    rows = [("run", report["run_key"]), ("state", report["state"]),
-            ("steps", f"{report['steps']} of {report['total_steps']}")]
-    rows += [(name, f"{report['metrics'][key]:.4g}") for name, key in (
-        ("reward", "reward/mean"), ("staleness", "staleness/mean"), ("tokens/s", "rollout/tokens_per_s"))
-        if report["metrics"].get(key) is not None]
-    rows += [("accuracy", f"{report['accuracy']:.3f}")] if report["accuracy"] is not None else []
-    rows += [("waiting", report["waiting"])] if report["waiting"] else []
-    rows += [("cause", report["cause"])] if report["cause"] else []
-    rows += [("directory", report["directory"])]
-    return [f"{name:<12}{value}" for name, value in rows]
-
-
 def _audit_lines(report: dict[str, Any]) -> list[str]:
     epoch, position = report["frontier"]
     lines = [f"{report['run_key']}: {report['claims']} claims, {report['recorded']} records, {report['shards']} "
@@ -73,16 +74,6 @@ def _audit_lines(report: dict[str, Any]) -> list[str]:
     if report["holds"]:
         return [*lines, "holds: every prompt and every landed group is in exactly one state"]
     return [*lines, f"DOES NOT HOLD: {len(report['violations'])} violations", *report["violations"][:20]]
-
-
-def _step_lines(report: dict[str, Any]) -> list[str]:
-    lines = [f"step {report['step']} of {report['run_key']}: {len(report['groups'])} groups, publication "
-             f"{report['idx']}, reward {report['reward_mean']:.3f}"]
-    for group in report["groups"]:
-        lines += ["", f"{group['group_id']}  {group['prompt']!r}  age {group['age']}"]
-        lines += [f"  {answer['reward']:+.3f}  v{'-'.join(map(str, answer['versions']))}  {answer['finish']:<7} "
-                  f"{answer['text']!r}" for answer in group["answers"]]
-    return lines
 
 
 def serve_ui() -> int:

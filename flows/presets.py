@@ -10,6 +10,26 @@ import yaml
 
 from rl_core.errors import ConfigError
 
+DEFAULT = "tiny-cpu"
+"""What a new run begins with if nothing else is said."""
+
+
+def base_of(preset: str | None, run_key: str | None) -> tuple[str, dict[str, Any]]:
+    """Name of the preset, and the settings that `--set` goes on top of (changing-a-run.md 1).
+
+    Those of the preset that is named; without one, what the run of this key has stored, or DEFAULT for a new run.
+    Raises ConfigError, BrokenFile.
+    """
+    if preset is None and run_key is not None:
+        from tasks.settings import stored_settings
+
+        if (stored := stored_settings(run_key)) is not None:
+            settings = stored.config.model_dump(mode="json")
+            settings["validation"]["only"] = False  # of the one start that asks for it
+            return stored.preset, settings
+    name = preset or DEFAULT
+    return name, load_preset(name)
+
 
 def preset_names() -> list[str]:
     """Names that `--preset` takes, sorted."""

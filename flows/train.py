@@ -4,7 +4,7 @@
       set-up                     owner lock, attempt, model, actors, restored learner, offered weights
       continuous-rollout         one long task: the pump leases prompts, groups land as shards
       train-step-0 .. n-1        claim k, train k, record k
-      validate-k, checkpoint-k   beside and between them
+      validate-k, checkpoint-k   beside and between them; with validation.only one validation, and no training
       report                     figures, summary, artifacts
 
 A retry of the flow, a restart after a kill and a first start are one path: what is done is read from the run directory.
@@ -27,7 +27,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from flows.presets import load_preset
+from flows.presets import DEFAULT, base_of
 from rl_core.plan import make_plan, resolve
 from tasks import signals
 from tasks.checkpoint import checkpoint, checkpoint_due
@@ -36,30 +36,42 @@ from tasks.report import publish_report
 from tasks.rollout import continuous_rollout
 from tasks.session import Session, open_session, set_up
 from tasks.training import train_step
-from tasks.validation import validate_beside, validate_unfinished, validation_due, wait_for_validations
+from tasks.validation import (
+    validate_beside,
+    validate_newest,
+    validate_unfinished,
+    validation_due,
+    wait_for_validations,
+)
 
 
 def _flow_run_name() -> str:
     parameters = flow_run.parameters
-    return parameters.get("run_key") or f"{parameters.get('preset')}"
+    return parameters.get("run_key") or parameters.get("preset") or DEFAULT
 
 
 @flow(name="train", flow_run_name=_flow_run_name, log_prints=False, retries=0)
-def train(preset: str = "tiny-cpu", overrides: dict[str, Any] | None = None,
-          run_key: str | None = None) -> dict[str, Any] | State[Any]:
+def train(preset: str | None = None, overrides: dict[str, Any] | None = None, run_key: str | None = None,
+          amend: bool = False) -> dict[str, Any] | State[Any]:
     """Train one run to its end and return its summary.
 
-    preset: a name of deployments/presets, or the path of a YAML file.
+    preset: a name of deployments/presets, or the path of a YAML file. None: the stored settings of the run, or
+    `tiny-cpu` for a new one.
     overrides: settings on top of it, `{"learner": {"lr": 1e-4}}`.
     run_key: names the run and its directory; the same key resumes the same run. None makes a new one.
+    amend: training settings that differ from the run's hold from its next step on; else they are refused.
     """
-    config = resolve(load_preset(preset), overrides or {})
+    name, settings = base_of(preset, run_key)
+    config = resolve(settings, overrides or {})
     make_plan(config)  # the command has done this and more; a flow that Prefect starts has not
-    session = open_session(preset, config, run_key or new_run_key(preset))
+    session = open_session(name, config, run_key or new_run_key(name), amend=amend)
     with signals.noted():
         try:
             set_up(session)
-            train_steps(session)
+            if config.validation.only:
+                validate_newest(session)
+            else:
+                train_steps(session)
             return publish_report(session)
         except BaseException as error:
             # Whatever is raised after a signal comes of it: code that a signal meets may turn it into an error.

@@ -13,17 +13,20 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from torch import Tensor
 
+from rl_core.best import best_validation, known_fields
+from rl_core.config import CheckpointConfig
 from rl_core.errors import BrokenFile, CheckpointDamaged, WeightsDamaged
 from rl_core.model_setup import model_digests
 from rl_core.run_dir import RunDir, check_attempt, fsync_dir, numbered, put_if_absent, read_json, to_json
-from rl_core.weights import read_tensors, write_tensors
+from rl_core.versions import pinned_versions, read_version
+from rl_core.weights import digest_tensors, read_tensors, write_tensors
 
 LOG = logging.getLogger("headway.learner")
 MANIFEST = "manifest.json"
@@ -72,9 +75,9 @@ def file_digest(path: Path) -> str:
 
 
 def write_checkpoint(run: RunDir, state: CheckpointState, *, parameters: Mapping[str, Tensor],
-                     optimizer: Mapping[str, Tensor], version: Mapping[str, Tensor] | None, attempt: int, keep: int,
-                     fsync: bool = True) -> Path:
-    """Write checkpoint n aside, manifest last, and rename it into place; keep the newest `keep`.
+                     optimizer: Mapping[str, Tensor], version: Mapping[str, Tensor] | None, attempt: int,
+                     settings: CheckpointConfig, fsync: bool = True) -> Path:
+    """Write checkpoint n aside, manifest last, and rename it into place; then remove those that `settings` let go.
 
     `version` None: the last scheduled publication is the parameters. A checkpoint n that is whole already stands (one
     history: it holds the same); one that is not is replaced. Raises StaleAttempt if a newer attempt owns the run.
@@ -96,7 +99,7 @@ def write_checkpoint(run: RunDir, state: CheckpointState, *, parameters: Mapping
         shutil.rmtree(aside, ignore_errors=True)
     if fsync:
         fsync_dir(final.parent)
-    prune_checkpoints(run, keep)
+    prune_checkpoints(run, settings, state.version_step)
     return final
 
 
@@ -152,6 +155,23 @@ def read_checkpoint(run: RunDir, n: int) -> Checkpoint:
         raise CheckpointDamaged(f"{directory}: {error}") from error
 
 
+def read_parameters(run: RunDir, n: int) -> tuple[CheckpointState, dict[str, Tensor]]:
+    """State and parameters of checkpoint n, without its optimizer, checked by the digest of the weights.
+
+    Raises CheckpointDamaged, also for one that is pruned meanwhile; what this returns stays readable then.
+    """
+    directory = run.checkpoint(n)
+    try:
+        manifest = read_json(directory / MANIFEST)
+        state = CheckpointState(**{field.name: manifest[field.name] for field in fields(CheckpointState)})
+        parameters = read_tensors(directory / PARAMETERS)
+    except (OSError, BrokenFile, KeyError) as error:
+        raise CheckpointDamaged(f"{directory}: {error}") from error
+    if digest_tensors(parameters.items()) != state.weights_digest:
+        raise CheckpointDamaged(f"{directory / PARAMETERS}: does not match the checkpoint's manifest")
+    return state, parameters
+
+
 def checkpoints(run: RunDir) -> list[int]:
     """The n of every checkpoint directory, ascending, whole or not."""
     return [n for n, _ in numbered(run.checkpoints, r"n-(\d{9})")]
@@ -195,9 +215,45 @@ def _ensure_initial_model(run: RunDir, damage: str) -> None:
                                 f"not what the run began with ({', '.join(changed)} differ)")
 
 
-def prune_checkpoints(run: RunDir, keep: int) -> list[int]:
-    """Remove all but the newest `keep` (>= 1). Returns what went."""
-    gone = checkpoints(run)[:-keep]
+def at_or_before(made: list[int], step: int) -> int | None:
+    """The last of the ascending `made` that is at most `step`: `at_or_before([20, 40], 39)` -> 20."""
+    return max((n for n in made if n <= step), default=None)
+
+
+def best_checkpoint(run: RunDir, field: str) -> int | None:
+    """The checkpoint at or before the step of the validation with the largest `field`, the first among equals.
+
+    From the run directory alone. None where no validation has the field, or no checkpoint is that early: the best may
+    be the initial model.
+    """
+    best = best_validation(run, field)
+    return None if best is None else at_or_before(checkpoints(run), best.step)
+
+
+def kept_checkpoints(run: RunDir, settings: CheckpointConfig, version_step: int) -> set[int]:
+    """The checkpoints that stay: the newest `keep`, every `keep_every`-th, the best, and what may become the best.
+
+    That is what lies at or before a version whose validation has not ended (it is pinned until its record is there) or
+    has not begun: `version_step`, the last scheduled publication. Raises nothing for a field that no validation has.
+    """
+    made = checkpoints(run)
+    stay = set(made[-settings.keep:])
+    if settings.keep_every is not None:
+        stay |= {n for n in made if n % settings.keep_every == 0}
+    if settings.best is not None:
+        judged_later = [read_version(run, v).step for v in pinned_versions(run)]  # before the records are read
+        wanted = [at_or_before(made, step) for step in (*judged_later, version_step)]
+        stay |= {n for n in (*wanted, best_checkpoint(run, settings.best)) if n is not None}
+    return stay
+
+
+def prune_checkpoints(run: RunDir, settings: CheckpointConfig, version_step: int) -> list[int]:
+    """Remove all but `kept_checkpoints`. Returns what went; a best that nothing tells is a warning in the log."""
+    if settings.best is not None and any(numbered(run.validations, r"step-(\d{9})\.json")) \
+            and best_validation(run, settings.best) is None:
+        LOG.warning("checkpoint.best: no validation has a number %r, so no best checkpoint is kept; there are %s",
+                    settings.best, ", ".join(known_fields(run)) or "none")
+    gone = sorted(set(checkpoints(run)) - kept_checkpoints(run, settings, version_step))
     for n in gone:
         aside = run.checkpoint(n).with_name(f".n-{n:09d}.{secrets.token_hex(6)}.tmp")
         os.rename(run.checkpoint(n), aside)

@@ -3,7 +3,7 @@
 Every field says what it is, with its unit, and has a kind (experience-store.md 3.12):
 
 * `identity`: what makes the run this run; a difference on resume is refused by name.
-* `training`: how it learns; a difference on resume is refused by name, too: settings cannot be amended yet.
+* `training`: how it learns; a difference on resume is refused by name, or with `--amend` a new config revision.
 * `operational`: how it is run; free on any restart.
 * `environment`: where it is run; free, but bit-identical replay is not promised across it.
 
@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+REWARDS = ("exact", "regex", "gsm8k", "math_verify")
+"""Rewards by name; `reasoning_gym:<name>` and functions by path beside them."""
 
 Kind = Literal["identity", "training", "operational", "environment"]
 
@@ -31,7 +34,7 @@ def identity(default: Any, text: str, **limits: Any) -> Any:
 
 
 def training(default: Any, text: str, **limits: Any) -> Any:
-    """A field of how the run learns: a difference on resume is refused by name."""
+    """A field of how the run learns: a difference on resume needs `--amend`, which records a config revision."""
     return Field(default, description=text, json_schema_extra=_kind("training"), **limits)
 
 
@@ -60,6 +63,8 @@ class TinyModel(Part):
     warmup_steps: int = identity(250, "Supervised warm-up steps; 0 leaves the weights random.", ge=0)
     warmup_mix: float = identity(0.35, "Share of warm-up targets that are the right answer.", ge=0, le=1)
     warmup_lr: float = identity(2e-3, "Warm-up learning rate.", gt=0)
+    tail: float = identity(0.0, "Mean number of copies of the question behind the answer in warm-up rows, lognormal: "
+                           "answers of long-tailed length; 0 = the answer alone.", ge=0, le=16)
     seed: int | None = identity(None, "Seed of weights and warm-up; null takes the run's seed.")
 
 
@@ -67,22 +72,52 @@ class LocalModel(Part):
     """Any Hugging Face causal language model in a local directory."""
 
     type: Literal["local"] = identity("local", "A directory with config.json, safetensors and a tokenizer.")
-    path: str = identity(..., "The directory.")
+    path: str = identity(..., "The directory, or `hf:owner/name` for a model of the Hugging Face hub.")
 
 
 ModelConfig = Annotated[TinyModel | LocalModel, Field(discriminator="type")]
 
 
+class DataSource(Part):
+    """One source of prompts: `DataSource(path="train.parquet", weight=2.0)`."""
+
+    path: str = identity(..., "A JSONL, CSV or Parquet file, `hf:owner/name[:split]` of the Hugging Face hub, or a "
+                              "task: `sort`, `reasoning_gym:<name>`.")
+    weight: float = identity(1.0, "Share of this source in every dataset epoch, relative to its rows: 2 takes each row "
+                                  "twice, 0.5 every second one.", gt=0, le=100)
+
+
+def _as_sources(value: Any) -> Any:
+    """`"a.parquet"` and `["a.parquet", {"path": "b.jsonl", "weight": 2}]` as sources."""
+    if isinstance(value, str | DataSource):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple({"path": item} if isinstance(item, str) else item for item in cast("list[Any]", value))
+    return value
+
+
+DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_as_sources), Field(min_length=1)]
+
+
 class DataConfig(Part):
-    train: str = identity("sort", "Built-in task `sort`, or the path of a JSONL file with `prompt` and `answer`.")
-    validation: str | None = identity(
-        "sort", "Held-out prompts: `sort`, a JSONL file, or null for no validation.")
+    train: DataSources = identity(
+        (DataSource(path="sort"),), "Training prompts: a file or task, or a list of them, as in `[a.parquet, {path: "
+        "b.jsonl, weight: 2}]`. Rows have `prompt` and `answer`, or `prompt`, `data_source`, "
+        "`reward_model.ground_truth` and `extra_info`.")
+    validation: DataSources | None = identity(
+        (DataSource(path="sort"),), "Held-out prompts, in the same form, or null for no validation.")
     epochs: int | None = training(None, "Passes over the training prompts; null = endless.", ge=1)
-    max_prompt_tokens: int = identity(256, "Longest prompt, tokens; a longer one is refused before the start.", ge=1)
+    prompt_key: str = identity("prompt", "Column of the prompt: text, chat messages, or token ids.", min_length=1)
+    answer_key: str = identity("answer", "Column of the ground truth that the reward gets.", min_length=1)
+    max_samples: int | None = identity(None, "Most rows taken of each training source, the first ones; null = all.",
+                                       ge=1)
+    max_prompt_tokens: int = identity(256, "Longest prompt, tokens.", ge=1)
+    overlong: Literal["refuse", "drop"] = identity(
+        "refuse", "Prompts over the limit: refused before the start, or left out, counted and reported.")
     shuffle: bool = identity(True, "Order the prompts of every dataset epoch by f(seed, epoch); false = file order.")
-    size: int = identity(4096, "Rows of a procedural task (`sort`); ignored for files.", ge=1)
-    validation_size: int = identity(256, "Rows held out for validation, excluded from training (`sort`), or the first "
-                                    "rows of a validation file.", ge=1)
+    size: int = identity(4096, "Rows of a procedural task (`sort`, `reasoning_gym:<name>`); ignored for files.", ge=1)
+    validation_size: int = identity(256, "Rows held out for validation, excluded from training (tasks), or the first "
+                                    "rows of each validation file.", ge=1)
 
 
 StopText = Annotated[str, Field(min_length=1)]
@@ -170,7 +205,11 @@ class LearnerConfig(Part):
     ranks: int = environment(1, "Learner ranks (FSDP2 from 2 on).", ge=1, le=1024)
     threads: int = environment(1, "CPU threads of each rank.", ge=1)
     device: Literal["cpu", "cuda"] = environment("cpu", "Device of the learner.")
+    gpus: float = environment(1.0, "GPUs that each rank asks Ray for with device cuda; a fraction shares one.", gt=0,
+                              le=1)
     dtype: Literal["float32", "bfloat16"] = environment("float32", "Compute dtype; parameters and sums stay float32.")
+    peak_tflops: float | None = operational(None, "Peak TFLOP/s of one rank, what MFU is a share of; null = of a large "
+                                                  "matrix product, measured once per process.", gt=0)
 
 
 class TorchEngine(Part):
@@ -180,6 +219,8 @@ class TorchEngine(Part):
     slots: int = operational(64, "Answers generated at once by one worker.", ge=1)
     threads: int = environment(1, "CPU threads of each worker.", ge=1)
     device: Literal["cpu", "cuda"] = environment("cpu", "Device of the engine.")
+    gpus: float = environment(1.0, "GPUs that each engine asks Ray for with device cuda; a fraction shares one.", gt=0,
+                              le=1)
     dtype: Literal["float32", "bfloat16"] = environment("float32", "Weights and compute of the engine.")
 
 
@@ -192,15 +233,48 @@ class RolloutConfig(Part):
         "keep", "Group filter: `drop` leaves out groups whose rewards are all equal (their position is finished).")
 
 
+class ScoringConfig(Part):
+    """How answers are scored by `reward`."""
+
+    signature: Literal["auto", "answer", "verl", "trl"] = training(
+        "auto", "How a function of yours is called: by parameter names (auto), f(answer), verl's compute_score("
+        "data_source, solution_str, ground_truth, extra_info), or TRL's f(prompts, completions, **columns) -> list.")
+    pattern: str | None = training(None, "Reward `regex`: its first group, or the whole match, is the answer; the last "
+                                   "match counts.")
+    workers: int = environment(1, "Processes that score for each rollout worker.", ge=1, le=64)
+
+
 class ValidationConfig(Part):
     every: int = operational(20, "Training steps between validations; also before the first step and at the end.", ge=1)
-    sampled: bool = operational(True, "Beside greedy answers, one sampled answer per prompt at the run's temperature.")
+    sampled: bool = operational(True, "Beside greedy answers, n sampled answers per prompt.")
+    n: int = operational(1, "Sampled answers per prompt.", ge=1, le=1024)
+    k: tuple[Annotated[int, Field(ge=1)], ...] = operational((), "The k of pass@k, each at most n; empty = powers of "
+                                                             "two up to n.")
+    temperature: float | None = operational(None, "Temperature of sampled answers; null = the run's.", gt=0)
+    top_p: float | None = operational(None, "Nucleus share of sampled answers; null = the run's.", gt=0, le=1)
+    top_k: int | None = operational(None, "Most likely tokens kept for sampled answers; null = the run's.", ge=0)
+    max_new_tokens: int | None = operational(None, "Longest answer, tokens; null = the run's.", ge=1)
+    table: int = operational(16, "Prompts whose answers are kept as a table beside each validation.", ge=0)
+    only: bool = operational(False, "Validate the newest weights (at first the initial model) and end; trains nothing.")
     slots: int = operational(64, "Answers generated at once.", ge=1)
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The k of pass@k, ascending: those of `k`, or 1, 2, 4 ... up to n."""
+        return tuple(sorted(set(self.k))) or tuple(2**i for i in range(self.n.bit_length()))
+
+    @property
+    def answers(self) -> int:
+        """Answers per prompt, the greedy one included."""
+        return 1 + (self.n if self.sampled else 0)
 
 
 class CheckpointConfig(Part):
     every: int = operational(20, "Training steps between checkpoints; one is always made at the end.", ge=1)
     keep: int = operational(2, "Newest checkpoints kept.", ge=1)
+    keep_every: int | None = operational(None, "Checkpoints after a multiple of this many steps are kept, too.", ge=1)
+    best: str | None = operational("greedy_accuracy", "Field of a validation's record; the checkpoint at or before its "
+                                   "largest value is kept, too. null = none.")
 
 
 class WeightsConfig(Part):
@@ -259,8 +333,9 @@ class Config(Part):
     groups_per_step: int = identity(16, "B: groups consumed by one training step.", ge=1)
     group_size: int = identity(8, "n: answers per prompt.", ge=1)
     publish_every: int = identity(1, "K: training steps per publication of weights.", ge=1)
-    reward: str = training("exact", "`exact`, or a function by path: `./file.py:function` or "
-                                    "`package.module:function`.")
+    reward: str = training("exact", "`exact`, `regex`, `gsm8k`, `math_verify`, `reasoning_gym:<name>`, or a function "
+                                    "by path: `./file.py:function` or `package.module:function`.")
+    scoring: ScoringConfig = ScoringConfig()
     model: ModelConfig = Field(default_factory=TinyModel, json_schema_extra=_kind("identity"))
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -280,8 +355,9 @@ class Config(Part):
     @field_validator("reward")
     @classmethod
     def _reward_is_named(cls, value: str) -> str:
-        if value != "exact" and ":" not in value:
-            raise ValueError("write `exact`, `./file.py:function` or `package.module:function`")
+        if value not in REWARDS and ":" not in value:
+            raise ValueError(f"write one of {', '.join(REWARDS)}, reasoning_gym:<name>, `./file.py:function` or "
+                             "`package.module:function`")
         return value
 
     @property
@@ -316,6 +392,11 @@ class Config(Part):
         return self.rollout.max_groups or self.max_outstanding
 
     @property
+    def validation_tokens(self) -> int:
+        """Longest answer of a validation, tokens."""
+        return self.validation.max_new_tokens or self.sampling.max_new_tokens
+
+    @property
     def barren_groups(self) -> int:
         return self.failure.barren_groups or 20 * self.groups_per_step
 
@@ -340,7 +421,9 @@ def field_kinds(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, 
 
 
 def _parts(annotation: Any) -> list[type[Part]]:
-    """The settings models inside an annotation, also those of a union."""
+    """The settings models inside an annotation, also those of a union; a list of them is one field."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, Part) else []
+    if get_origin(annotation) is tuple:
+        return []
     return [part for inner in getattr(annotation, "__args__", ()) for part in _parts(inner)]

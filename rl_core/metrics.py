@@ -9,17 +9,21 @@ the part before the slash, stay right). Three writers fill it, each once per ste
 
 A value that does not exist in a step (the length of right answers when none was right) is NaN, never left out and
 never 0, so that every metric has one point per step.
+
+Trackers get at most MAX_SCALARS of a step: the `tracked` ones, and the means of the first MAX_PARTS reward parts, which
+are named by the run (`part_metrics`). The others stand in the files beside them, for whoever asks.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from rl_core.types import WorkerStatus
 
@@ -28,6 +32,12 @@ Weighting = Literal["tokens", "answers", "groups", "updates", "prompts", "none"]
 Writer = Literal["learner", "owner", "validator"]
 State = Literal["busy", "waiting", "syncing", "paused"]
 STATES: tuple[State, ...] = get_args(State)
+MAX_SCALARS = 60
+"""Of one step in a tracker, validation included."""
+MAX_PARTS = 6
+"""Reward parts that are metrics; all of them are in the record."""
+MAX_SOURCES = 4
+"""Data sources of a validation that are metrics, the first ones; all of them are in its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,8 @@ class Metric:
     description: str
     weighting: Weighting
     writer: Writer = "learner"
+    tracked: bool = True
+    """False: in the record (or observation) only, since few look at it."""
 
 
 METRICS: tuple[Metric, ...] = (
@@ -49,31 +61,34 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/clip_high", "share", "Loss tokens whose ratio was clipped at 1 + clip_high.", "tokens"),
     Metric("train/ratio_max", "1", "Largest ratio of the loss (policy over its anchor).", "none"),
     Metric("train/ratio_drift", "1", "Invariant (a): largest |policy/proximal - 1| of the first micro-batch; NaN where "
-           "the proximal log-probs are not recomputed.", "none"),
+           "the proximal log-probs are not recomputed.", "none", tracked=False),
     Metric("train/kl_proximal", "nats/token", "k3 of policy against proximal over all updates.", "tokens"),
     Metric("train/grad_norm", "1", "Gradient norm before clipping, mean over the updates that were made.", "updates"),
     Metric("train/learning_rate", "1", "Learning rate of this step.", "none"),
     Metric("train/skipped_updates", "updates", "Updates skipped because loss or gradient was not finite.", "none"),
-    Metric("train/loss_tokens", "tokens", "Tokens in the loss of one pass, after masks.", "none"),
+    Metric("train/loss_tokens", "tokens", "Tokens in the loss of one pass, after masks.", "none", tracked=False),
     Metric("train/mismatch_current_abs", "nats/token", "Invariant (b): mean |log proximal - log behavior|, tokens "
-           "sampled by the current version.", "tokens"),
+           "sampled by the current version.", "tokens", tracked=False),
     Metric("train/mismatch_current_k3", "nats/token", "Invariant (b): k3 of proximal against behavior, tokens sampled "
            "by the current version.", "tokens"),
-    Metric("train/mismatch_stale_abs", "nats/token", "The same mean for tokens of older versions.", "tokens"),
+    Metric("train/mismatch_stale_abs", "nats/token", "The same mean for tokens of older versions.", "tokens",
+           tracked=False),
     Metric("train/mismatch_stale_k3", "nats/token", "The same k3 for tokens of older versions.", "tokens"),
     Metric("train/mismatch_swapped_k3", "nats/token", "The same k3 for tokens after a swap inside their answer.",
-           "tokens"),
+           "tokens", tracked=False),
     Metric("train/mismatch_alarm", "0 or 1", "Invariant (b) is over its bound: 1e-3 in float32, else 4 times the mean "
            "of the first steps.", "none"),
     Metric("train/loglinear_error", "nats/token", "Mean |log-linear proximal - recomputed|, where both are known: "
-           "before the first update; NaN where the proximal is recomputed.", "tokens"),
+           "before the first update; NaN where the proximal is recomputed.", "tokens", tracked=False),
     Metric("train/effective_samples", "share", "Effective sample size of the token weights proximal/behavior: "
            "1 / mean((w / mean w)^2).", "tokens"),
-    Metric("train/weight_max", "1", "Largest token weight proximal/behavior before truncation.", "none"),
-    Metric("train/weight_truncated", "share", "Token weights cut at the cap.", "tokens"),
+    Metric("train/weight_max", "1", "Largest token weight proximal/behavior before truncation.", "none", tracked=False),
+    Metric("train/weight_truncated", "share", "Token weights cut at the cap.", "tokens", tracked=False),
     # What was trained on.
     Metric("reward/mean", "reward", "Mean reward of the claim's answers.", "answers"),
     Metric("reward/std", "reward", "Standard deviation of the claim's rewards.", "answers"),
+    Metric("reward/sampled", "reward", "Mean reward of all answers that landed since the step before, trained or not; "
+           "NaN where none did.", "answers", "owner"),
     Metric("reward/correct", "share", "Right answers, apart from the shaped reward.", "answers"),
     Metric("reward/no_spread_right", "share", "Groups without spread whose answers are all right: no gradient.",
            "groups"),
@@ -83,44 +98,58 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/length_right", "tokens", "Mean length of right answers.", "answers"),
     Metric("rollout/length_wrong", "tokens", "Mean length of wrong answers.", "answers"),
     Metric("rollout/truncated", "share", "Answers cut at the limit.", "answers"),
-    Metric("rollout/partial", "share", "Groups with fewer answers than asked for.", "groups"),
+    Metric("rollout/partial", "share", "Groups with fewer answers than asked for.", "groups", tracked=False),
     # How old it was (docs/staleness.md).
     Metric("staleness/mean", "publications", "Mean age of the claim's groups.", "groups"),
     Metric("staleness/p95", "publications", "95th percentile of the age.", "groups"),
     Metric("staleness/max", "publications", "Largest age.", "none"),
     Metric("staleness/update_lag_mean", "updates", "Optimizer updates between the weights that sampled a token and "
            "those at the start of the step.", "tokens"),
-    Metric("staleness/update_lag_max", "updates", "Largest update lag.", "none"),
+    Metric("staleness/update_lag_max", "updates", "Largest update lag.", "none", tracked=False),
     Metric("staleness/mixed", "share", "Answers sampled by more than one version.", "answers"),
-    Metric("staleness/masked_tokens", "tokens", "Tokens that left the loss by age.", "none"),
-    Metric("staleness/dropped_groups", "groups", "Groups dropped by this claim.", "none"),
+    Metric("staleness/masked_tokens", "tokens", "Tokens that left the loss by age.", "none", tracked=False),
+    Metric("staleness/dropped_groups", "groups", "Groups dropped by this claim.", "none", tracked=False),
     Metric("staleness/dropped_tokens", "tokens", "Tokens of those groups.", "none"),
     # Where the time went. The four shares of one side sum to 1.
     Metric("utilization/learner_busy", "share", "Learner: computing, since the step before.", "none"),
     Metric("utilization/learner_waiting", "share", "Learner: waiting for experience.", "none"),
-    Metric("utilization/learner_syncing", "share", "Learner: publishing weights.", "none"),
-    Metric("utilization/learner_paused", "share", "Learner: checkpoints and the like.", "none"),
+    Metric("utilization/learner_syncing", "share", "Learner: publishing weights.", "none", tracked=False),
+    Metric("utilization/learner_paused", "share", "Learner: checkpoints and the like.", "none", tracked=False),
     Metric("utilization/rollout_busy", "share", "Rollout workers: generating, since the step before.", "none", "owner"),
     Metric("utilization/rollout_waiting", "share", "Rollout workers: no lease.", "none", "owner"),
-    Metric("utilization/rollout_syncing", "share", "Rollout workers: swapping weights.", "none", "owner"),
-    Metric("utilization/rollout_paused", "share", "Rollout workers: held back.", "none", "owner"),
+    Metric("utilization/rollout_syncing", "share", "Rollout workers: swapping weights.", "none", "owner",
+           tracked=False),
+    Metric("utilization/rollout_paused", "share", "Rollout workers: held back.", "none", "owner", tracked=False),
     Metric("weights/changed", "share", "Values of the published weights that differ from the version before; NaN "
            "where nothing was published.", "none"),
     Metric("weights/served_lag", "publications", "Newest published idx minus the lowest that a worker serves.", "none",
-           "owner"),
+           "owner", tracked=False),
     Metric("rollout/tokens_per_s", "tokens/s", "Tokens generated by all workers.", "none", "owner"),
     Metric("rollout/wasted", "share", "Generated tokens that will never land.", "none", "owner"),
-    Metric("rollout/in_flight", "groups", "Groups leased and not landed (F).", "none", "owner"),
+    Metric("rollout/in_flight", "groups", "Groups leased and not landed (F).", "none", "owner", tracked=False),
     Metric("system/step_s", "s", "One training step in the learner, from the claim to the record.", "none"),
-    Metric("system/update_s", "s", "Forward, backward and optimizer within it.", "none"),
+    Metric("system/waiting_s", "s", "Learner: waiting for experience, since the step before.", "none"),
+    Metric("system/proximal_s", "s", "Pass for the proximal log-probs; 0 where none is made.", "none"),
+    Metric("system/update_s", "s", "Forward, backward and optimizer of all updates.", "none"),
+    Metric("system/publish_s", "s", "Digest of the new weights and their publication.", "none"),
+    Metric("system/swap_s", "s", "Weight swaps of a rollout worker since the step before, mean over workers.", "none",
+           "owner"),
     Metric("system/samples_per_s", "answers/s", "Answers trained, over the time since the step before.", "none"),
     Metric("system/tokens_per_s", "tokens/s", "Answer tokens trained, over the same time.", "none"),
+    Metric("system/mfu", "share", "Model FLOP/s of proximal pass and updates, of the peak of all ranks (frames.md "
+           "section 4).", "none"),
     Metric("validation/greedy_accuracy", "share", "Right greedy answers on held-out prompts.", "prompts", "validator"),
-    Metric("validation/sampled_accuracy", "share", "Right answers at the run's temperature.", "prompts", "validator"),
+    Metric("validation/sampled_accuracy", "share", "Right sampled answers (mean@n).", "prompts", "validator"),
+    Metric("validation/pass_at_k", "share", "Prompts with a right answer among k sampled ones, for the largest "
+           "validation.k.", "prompts", "validator"),
+    Metric("validation/maj_at_n", "share", "Right majorities of n sampled answers.", "prompts", "validator",
+           tracked=False),
     Metric("validation/mean_length", "tokens", "Mean length of greedy answers.", "prompts", "validator"),
-    Metric("validation/seconds", "s", "Wall time of the validation.", "none", "validator"),
+    Metric("validation/seconds", "s", "Wall time of the validation.", "none", "validator", tracked=False),
 )
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+PART, PART_END = "reward/part_", "_mean"
+SOURCE, SOURCE_END = "validation/source_", "_accuracy"
 
 
 def names(writer: Writer) -> tuple[str, ...]:
@@ -128,18 +157,83 @@ def names(writer: Writer) -> tuple[str, ...]:
     return tuple(metric.name for metric in METRICS if metric.writer == writer)
 
 
+def tracked_names(writer: Writer) -> tuple[str, ...]:
+    """Those of `names(writer)` that go to trackers."""
+    return tuple(metric.name for metric in METRICS if metric.writer == writer and metric.tracked)
+
+
+def is_tracked(name: str) -> bool:
+    """Whether a metric of a record or an observation goes to trackers; a name of another version does not."""
+    return is_part(name) or is_source(name) or (name in BY_NAME and BY_NAME[name].tracked)
+
+
+def is_part(name: str) -> bool:
+    """Whether this is the metric of a reward part."""
+    return name.startswith(PART) and name.endswith(PART_END)
+
+
+def is_source(name: str) -> bool:
+    """Whether this is the metric of a validation's data source."""
+    return name.startswith(SOURCE) and name.endswith(SOURCE_END)
+
+
+def part_metrics(parts: Mapping[str, float]) -> dict[str, float]:
+    """Mean reward parts as the learner's metrics: the first MAX_PARTS by name.
+
+    `part_metrics({"format": 0.5, "is_short": 1.0})` -> `{"reward/part_format_mean": 0.5,
+    "reward/part_is-short_mean": 1.0}`.
+    """
+    return {name: parts[part] for part, name in _named(sorted(parts)[:MAX_PARTS], PART, PART_END).items()}
+
+
+def _named(given: Iterable[str], begin: str, end: str) -> dict[str, str]:
+    """A metric's name for each name that people gave. Whatever is no letter, digit or point becomes `-`: no `_` is left
+    in it, so no metric's name begins another's. Those that are the same then are numbered."""
+    found: dict[str, str] = {}
+    for each in given:
+        plain = re.sub(r"[^A-Za-z0-9.]", "-", each)[:100]
+        name, again = begin + plain + end, 1
+        while name in found.values():
+            again += 1
+            name = f"{begin}{plain}-{again}{end}"
+        found[each] = name
+    return found
+
+
 def check(metrics: Mapping[str, float], writer: Writer) -> None:
-    """Raises ValueError if these are not exactly the writer's names (unknown and missing ones are listed)."""
+    """Raises ValueError if these are not exactly the writer's names (unknown and missing ones are listed).
+
+    The learner may name reward parts beside them.
+    """
     expected = set(names(writer))
-    unknown, missing = sorted(set(metrics) - expected), sorted(expected - set(metrics))
+    found = {name for name in metrics if not (writer == "learner" and is_part(name))}
+    unknown, missing = sorted(found - expected), sorted(expected - found)
     if unknown or missing:
         raise ValueError(f"metrics of the {writer}: unknown {unknown}, missing {missing}; see rl_core/metrics.py")
 
 
 def validation_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a validation record; a field that is absent or null is NaN."""
+    """The metrics of a validation record; a field that is absent or null is NaN, of several k the largest counts."""
     values = {name: record.get(name.split("/")[1]) for name in names("validator")}
-    return {name: math.nan if value is None else float(value) for name, value in values.items()}
+    return {name: _number(value) for name, value in values.items()} | source_metrics(record.get("by_source", {}))
+
+
+def source_metrics(by_source: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Greedy accuracy of the first MAX_SOURCES data sources of a validation; of one alone none, since it is the total.
+
+    `source_metrics({"gsm8k": {"greedy_accuracy": 0.5}, "a/b_c": {...}})` -> `{"validation/source_gsm8k_accuracy": 0.5,
+    "validation/source_a-b-c_accuracy": ...}`.
+    """
+    if len(by_source) < 2:
+        return {}
+    chosen = _named(list(by_source)[:MAX_SOURCES], SOURCE, SOURCE_END)
+    return {name: _number(by_source[source].get("greedy_accuracy")) for source, name in chosen.items()}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Mapping):  # by k, ascending
+        value = list(cast("Mapping[str, Any]", value).values())[-1]
+    return math.nan if value is None else float(value)
 
 
 def weighted_mean(values: Iterable[float], weights: Iterable[float]) -> float:
@@ -232,11 +326,13 @@ def read_pool(statuses: Iterable[WorkerStatus], at_s: float, before: PoolReading
     return PoolReading(at_s, workers, before.at_s, before.workers)
 
 
-def pool_metrics(now: PoolReading, *, in_flight: int, published_idx: int) -> dict[str, float]:
+def pool_metrics(now: PoolReading, *, in_flight: int, published_idx: int,
+                 sampled: float = math.nan) -> dict[str, float]:
     """The owner's metrics of one step from a reading and the one before it: exactly `names("owner")`.
 
     A worker that restarted in between counts from the start of its new incarnation; the first reading counts everything
-    from the workers' start. `in_flight` is F of the admission formula (experience-store.md 3.7).
+    from the workers' start. `in_flight` is F of the admission formula (experience-store.md 3.7), `sampled` the mean
+    reward of what has landed since.
     """
     seconds_before: dict[str, float] = {}
     seconds_now: dict[str, float] = {}
@@ -251,7 +347,9 @@ def pool_metrics(now: PoolReading, *, in_flight: int, published_idx: int) -> dic
     age = max((sum(status.seconds.values()) for status in now.workers.values()), default=0.0)
     elapsed = age if now.since_s is None else now.at_s - now.since_s
     served = [status.served.idx for status in now.workers.values() if status.served]
+    swaps_s = max(0.0, seconds_now.get("syncing", 0.0) - seconds_before.get("syncing", 0.0))
     return utilization("rollout", seconds_before, seconds_now) | {
+        "reward/sampled": sampled, "system/swap_s": swaps_s / len(now.workers) if now.workers else math.nan,
         "weights/served_lag": float(published_idx - min(served)) if served else math.nan,
         "rollout/tokens_per_s": generated / elapsed if elapsed > 0 else math.nan,
         "rollout/wasted": wasted / generated if generated > 0 else math.nan,

@@ -1,8 +1,8 @@
 """From `config.model` to a Hugging Face directory that engine and learner can load.
 
 `tiny` is made once, warmed up (tiny_model.py) and cached by the digest of everything that decides its bytes; `local` is
-checked file by file, so that what cannot be loaded is refused before any device is taken. No code of a model directory
-is ever run. Importable without torch.
+checked file by file, so that what cannot be loaded is refused before any device is taken; `hf:owner/name` is downloaded
+into a local directory first. No code of a model directory is ever run. Importable without torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import xxhash
 
 from rl_core.config import Config, LocalModel, TinyModel
 from rl_core.errors import BrokenFile, ConfigError
+from rl_core.hub import fetch, hub_id
 from rl_core.rollout.environments.sort import held_out_rows
 from rl_core.run_dir import fsync_dir, put_if_absent, read_json, to_json
 
@@ -34,6 +35,8 @@ UNLOADABLE = (ValueError, LookupError, OSError, ImportError, TypeError, Attribut
 """What transformers raises over files of a model directory that are not what they should be."""
 TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 SETTINGS_FILES = ("config.json", "generation_config.json")
+HUB_FILES = (*SETTINGS_FILES, "model.safetensors", "model-*.safetensors", INDEX, *TOKENIZER_FILES, *TEMPLATE_FILES)
+"""What is downloaded of a model of the hub: no code, no other formats of the same weights."""
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 Progress = Callable[[int, int], None]
@@ -57,16 +60,29 @@ class ModelFacts:
 
 
 def set_up_model(config: Config, cache_home: Path, progress: Progress = _silent) -> Path:
-    """The model directory of a run: made and cached (`tiny`), or checked and returned (`local`).
+    """The model directory of a run: made and cached (`tiny`), or fetched, checked and returned (`local`).
 
     Raises ConfigError naming `model.path` for a directory that cannot be used, DeadlinePassed when the warm-up takes
     longer than `deadlines.model_setup_s`.
     """
     if isinstance(config.model, LocalModel):
-        directory = Path(config.model.path).expanduser()
+        directory = model_directory(config, config.model, cache_home)
         check_model(directory)
         return directory
     return _tiny(config, config.model, cache_home, progress)
+
+
+def model_directory(config: Config, local: LocalModel, cache_home: Path | None) -> Path:
+    """The directory that `model.path` names, not checked; a model of the hub is downloaded to `cache_home`/hub.
+
+    Raises ConfigError where the hub has no such model or cannot be asked, DeadlinePassed (deadlines.model_setup_s).
+    """
+    wanted = hub_id("model.path", local.path)
+    if wanted is None:
+        return Path(local.path).expanduser()
+    cache = None if cache_home is None else cache_home / "hub"
+    return fetch("model.path", wanted, kind="model", patterns=HUB_FILES, cache=cache,
+                 deadline_s=config.deadlines.model_setup_s)
 
 
 def _tiny(config: Config, tiny: TinyModel, cache_home: Path, progress: Progress) -> Path:

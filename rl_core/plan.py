@@ -15,8 +15,13 @@ from typing import Any, cast
 import yaml
 from pydantic import ValidationError
 
+from rl_core.best import check_best
 from rl_core.config import Config, LocalModel, TinyModel, field_kinds
 from rl_core.errors import ConfigError
+from rl_core.foreign_keys import answer
+from rl_core.reward_settings import check_scoring, with_task
+from rl_core.schedules import checkpoints_at_once
+from rl_core.validation_plan import check_validation, check_validation_inputs
 
 BYTES_PER_TOKEN = 13
 """Of a shard: int32 ids, float32 log-probs, uint8 mask, int32 version runs at worst (one run a token is 8 more, never
@@ -25,31 +30,6 @@ GROUP_OVERHEAD_BYTES = 2048
 BYTES_PER_STEP = 4096
 """Claim, record and observation of one training step."""
 RESERVE_BYTES = 64 * 2**20
-
-FOREIGN_KEYS = {
-    "actor.ppo_mini_batch_size": "learner.minibatch_groups",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "learner.minibatch_groups",
-    "actor_rollout_ref.rollout.n": "group_size",
-    "rollout.n": "group_size",
-    "num_generations": "group_size",
-    "n_samples_per_prompt": "group_size",
-    "rollout_batch_size": "groups_per_step",
-    "data.train_batch_size": "groups_per_step",
-    "async_training.staleness_threshold": "staleness.bound",
-    "rollout.max_head_offpolicyness": "staleness.bound",
-    "max_staleness": "staleness.bound",
-    "async_training.trigger_parameter_sync_step": "publish_every",
-    "learning_rate": "learner.lr",
-    "actor.optim.lr": "learner.lr",
-    "max_completion_length": "sampling.max_new_tokens",
-    "data.max_response_length": "sampling.max_new_tokens",
-    "data.max_prompt_length": "data.max_prompt_tokens",
-    "data.train_files": "data.train",
-    "algorithm.adv_estimator": "learner.advantage.name",
-    "trainer.total_training_steps": "total_steps",
-    "max_steps": "total_steps",
-}
-"""Names that users of other systems bring along, and ours."""
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -101,12 +81,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """The Config of a preset with overrides on it. Raises ConfigError naming each bad field and the value got."""
-    settings = merge({k: v for k, v in preset.items() if k != "description"}, overrides)
+    """The Config of a preset with overrides on it. Raises ConfigError naming each bad field and the value got.
+
+    A task that is data and reward in one is taken for both (reward_settings.py).
+    """
+    settings = merge(with_task({k: v for k, v in preset.items() if k != "description"}), with_task(overrides))
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+        raise ConfigError("\n".join(line for item in error.errors() for line in _explain(item))) from error
     leaves = flatten(config)
     for name, value in _leaves(settings).items():
         if isinstance(value, bool) and not isinstance(leaves[name], bool):  # pydantic takes `yes` for 1
@@ -114,27 +97,31 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     return config
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any) -> list[str]:
+    """Lines for one error of pydantic, each with the name of a setting and the value got, or what it is called here."""
     path = [str(part) for part in item["loc"]]
     path = [part for i, part in enumerate(path) if not (part in ("tiny", "local") and i and path[i - 1] == "model")]
-    value = item["input"]
-    if item["type"] == "extra_forbidden":
-        while isinstance(value, Mapping) and value:  # name the leaf that was set, not the unknown part it stands in
-            leaf, value = next(iter(cast(Mapping[str, Any], value).items()))
-            path.append(leaf)
-        name = ".".join(path)
-        ours = FOREIGN_KEYS.get(name) or FOREIGN_KEYS.get(path[-1])
-        if ours:
-            return f"{name}: unknown here; Headway calls it `{ours}`"
-        known = list(field_kinds())
-        if name in known:
-            kind = ".".join([*path[:-1], "type"])
-            return f"{name}: belongs to another `{kind}` than the one that is set (got {value!r}); set both"
-        near = difflib.get_close_matches(name, known, 1) or [k for k in known if k.rsplit(".", 1)[-1] == path[-1]][:1]
-        return f"{name}: no such setting" + (f"; did you mean `{near[0]}`?" if near else "; see `headway plan`")
+    name, value = ".".join(path), item["input"]
+    below = _leaves(cast(Mapping[str, Any], value), f"{name}.") if isinstance(value, Mapping) else {}
+    if item["type"] == "extra_forbidden":  # name each leaf that was set, not the unknown part that it stands in
+        return [_unknown(leaf, got) for leaf, got in below.items()] or [_unknown(name, cast(Any, value))]
+    if answers := {leaf: told for leaf in below if leaf not in field_kinds() and (told := answer(leaf))}:
+        return [f"{leaf}: {told}" for leaf, told in answers.items()]
     if item["type"] == "union_tag_invalid":
-        path, value = [*path, "type"], value["type"]
-    return f"{'.'.join(path)}: {_words(item)} (got {value!r})"
+        return [f"{name}.type: {_words(item)} (got {below[f'{name}.type']!r})"]
+    return [f"{name}: {_words(item)} (got {item['input']!r})"]
+
+
+def _unknown(name: str, value: Any) -> str:
+    known = list(field_kinds())
+    if name in known:
+        kind = ".".join([*name.split(".")[:-1], "type"])
+        return f"{name}: belongs to another `{kind}` than the one that is set (got {value!r}); set both"
+    if told := answer(name):
+        return f"{name}: {told}"
+    last = name.rpartition(".")[2]
+    near = difflib.get_close_matches(name, known, 1) or [k for k in known if k.rpartition(".")[2] == last][:1]
+    return f"{name}: no such setting" + (f"; did you mean `{near[0]}`?" if near else "; see `headway plan`")
 
 
 def _words(item: Any) -> str:
@@ -180,8 +167,9 @@ class InputFacts:
 
     rows: int
     longest_prompt: int
-    """Tokens."""
+    """Tokens; of a large data set no less than it has (data.md section 5)."""
     mean_prompt: float
+    """Tokens; of a large data set from a part of it (data.md section 5)."""
     validation_rows: int
     model_bytes: int
     """Of the float32 parameters."""
@@ -191,6 +179,14 @@ class InputFacts:
     """Of the model directory's files that a run keeps a copy of."""
     vocabulary: int | None = None
     """Rows of the model's embedding: token ids from 0."""
+    longest_validation: int = 0
+    """Longest held-out prompt, tokens."""
+    dropped: int = 0
+    """Training prompts over data.max_prompt_tokens that are left out (data.overlong=drop)."""
+    dropped_validation: int = 0
+    """Held-out prompts that are left out."""
+    warnings: tuple[str, ...] = ()
+    """What a person should know of the data and what refuses nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +203,16 @@ class Plan:
     max_groups_in_flight: int
     dataset_epochs: float | None
     """Passes that the run makes over the prompts; null when the rows are not known yet."""
+    prompts: int | None
+    """Positions of one pass, weights of sources included; null when the rows are not known yet."""
+    prompts_left_out: int
+    """Training prompts over data.max_prompt_tokens (data.overlong=drop)."""
+    validation_prompts: int | None
+    validation_prompts_left_out: int
+    sources: int
+    """Of data.train."""
+    warnings: tuple[str, ...]
+    """Of the data: what refuses nothing, and a person should know."""
     group_bytes: int
     """Half the worst case."""
     reserve_bytes: int
@@ -215,6 +221,8 @@ class Plan:
     """Estimate for the whole run, the copy of the initial model included."""
     memory_bytes: int
     """Estimate of parameters, gradients, optimizer, and one engine copy per worker and for validation."""
+    gpus: dict[str, float]
+    """That each role asks for: `{"learner": 4.0, "rollout": 3.0, "validation": 1.0}`; empty without a GPU."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -227,6 +235,7 @@ def _refuse(field: str, value: Any, why: str) -> None:
 def check(config: Config) -> None:
     """Refuse what cannot work whatever the data. Raises ConfigError."""
     s, loss, c = config.sampling, config.learner.loss, config
+    check_scoring(c)
     if c.group_size == 1 and c.learner.advantage.group_of_one == "zero":
         _refuse("group_size", 1,
                 f"a group of one has advantage 0 under `{c.learner.advantage.name}`: nothing "
@@ -254,9 +263,13 @@ def check(config: Config) -> None:
     if smallest * c.min_group < c.learner.ranks:
         _refuse("learner.ranks", c.learner.ranks, f"a minibatch may hold only {smallest * c.min_group} answers; use "
                 "fewer ranks or larger minibatches")
+    if c.learner.ranks > 1 and c.learner.device == "cuda" and c.learner.gpus < 1:
+        _refuse("learner.gpus", c.learner.gpus, f"{c.learner.ranks} ranks cannot share a GPU with each other; use 1")
     if c.learner.token_budget < s.max_new_tokens + 1:
         _refuse("learner.token_budget", c.learner.token_budget,
                 f"one answer of sampling.max_new_tokens = {s.max_new_tokens} with its prompt does not fit")
+    check_best(c)
+    check_validation(c)
 
 
 def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
@@ -266,7 +279,7 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     worst = GROUP_OVERHEAD_BYTES + BYTES_PER_TOKEN * (prompt + config.group_size * config.sampling.max_new_tokens)
     group_bytes = worst // 2
     model_bytes = facts.model_bytes if facts else 0
-    reserve = RESERVE_BYTES + 4 * (config.checkpoint.keep + 1) * model_bytes + (config.weights.keep + 1) * model_bytes
+    reserve = RESERVE_BYTES + 4 * checkpoints_at_once(config) * model_bytes + (config.weights.keep + 1) * model_bytes
     total = config.groups_per_step * config.total_steps
     kept = reserve + (facts.copied_bytes if facts else 0)
     disk = kept + group_bytes * total + BYTES_PER_STEP * config.total_steps
@@ -277,6 +290,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
                 "fewer total_steps")
     if facts is not None:
         _check_inputs(config, facts)
+        check_validation_inputs(config, rows=facts.validation_rows, longest=facts.longest_validation,
+                                context=facts.context)
     return Plan(
         total_groups=total,
         total_trajectories=total * config.group_size,
@@ -287,11 +302,28 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         max_outstanding_groups=config.max_outstanding,
         max_groups_in_flight=config.max_groups,
         dataset_epochs=total / facts.rows if facts else None,
+        prompts=facts.rows if facts else None,
+        prompts_left_out=facts.dropped if facts else 0,
+        validation_prompts=facts.validation_rows if facts else None,
+        validation_prompts_left_out=facts.dropped_validation if facts else 0,
+        sources=len(config.data.train),
+        warnings=facts.warnings if facts else (),
         group_bytes=group_bytes,
         reserve_bytes=reserve,
         disk_bytes=disk,
         memory_bytes=model_bytes * (4 * config.learner.ranks + config.rollout.workers + 1),
+        gpus=gpus_by_role(config),
     )
+
+
+def gpus_by_role(config: Config) -> dict[str, float]:
+    """GPUs that the actors of each role ask Ray for; a role without a GPU is left out."""
+    learner, engine = config.learner, config.rollout.engine
+    of_an_engine = engine.gpus if engine.device == "cuda" else 0.0
+    asked = {"learner": learner.ranks * learner.gpus if learner.device == "cuda" else 0.0,
+             "rollout": config.rollout.workers * of_an_engine,
+             "validation": of_an_engine if config.data.validation is not None else 0.0}
+    return {role: gpus for role, gpus in asked.items() if gpus}
 
 
 def _check_inputs(config: Config, facts: InputFacts) -> None:
@@ -317,11 +349,13 @@ def _check_inputs(config: Config, facts: InputFacts) -> None:
 
 def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
     """The plan as rows for people: (what, value)."""
-    model = config.model.path if isinstance(config.model, LocalModel) else _tiny_words(config.model)
+    model = config.model.path or "to be set" if isinstance(config.model, LocalModel) else _tiny_words(config.model)
+    known = plan.memory_bytes > 0
     bound = f"{config.staleness.bound} ({config.staleness.policy} up to {plan.staleness_hard_max})"
     passes = "" if plan.dataset_epochs is None else f", {plan.dataset_epochs:.2g} passes over the prompts"
     return [
         ("model", model),
+        *([] if plan.prompts is None else [("prompts", _prompt_words(plan))]),
         ("training steps", f"{config.total_steps} x {config.groups_per_step} groups x {config.group_size} answers "
                            f"= {plan.total_trajectories} answers{passes}"),
         ("optimizer updates", f"{plan.updates} ({config.updates_per_step} a step)"),
@@ -331,15 +365,40 @@ def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
                     f"{config.rollout.engine.slots} slots each"),
         ("learner", f"{config.learner.ranks} rank(s), {config.learner.loss.name}, {config.learner.advantage.name}, "
                     f"lr {config.learner.lr:g}"),
-        ("disk", f"about {_size(plan.disk_bytes)} of {_size(config.storage.bytes_quota)}"),
-        ("memory of weights", f"about {_size(plan.memory_bytes)}"),
+        ("validation", _validation_words(config)),
+        ("disk", f"about {_size(plan.disk_bytes)}{'' if known else ' beside the model'} of "
+                 f"{_size(config.storage.bytes_quota)}"),
+        ("memory of weights", f"about {_size(plan.memory_bytes)}" if known else "known with the model"),
+        *([("GPUs", _gpu_words(plan.gpus))] if plan.gpus else []),
     ]
+
+
+def _validation_words(config: Config) -> str:
+    """`every 20 steps, 1 greedy and 8 sampled answers a prompt`"""
+    if config.data.validation is None:
+        return "none"
+    when = "of the newest weights, nothing else" if config.validation.only else f"every {config.validation.every} steps"
+    return f"{when}, 1 greedy and {config.validation.answers - 1} sampled answers a prompt"
 
 
 def _tiny_words(model: TinyModel) -> str:
     return f"tiny: {model.layers} layers, hidden {model.hidden}, {model.warmup_steps} warm-up steps"
 
 
+def _prompt_words(plan: Plan) -> str:
+    """`4096 of 2 sources, 12 over data.max_prompt_tokens left out; 256 held out`"""
+    def left_out(count: int) -> str:
+        return f", {count} over data.max_prompt_tokens left out" if count else ""
+
+    sources = f" of {plan.sources} sources" if plan.sources > 1 else ""
+    return (f"{plan.prompts}{sources}{left_out(plan.prompts_left_out)}; {plan.validation_prompts} held out"
+            f"{left_out(plan.validation_prompts_left_out)}")
+
+
+def _gpu_words(gpus: Mapping[str, float]) -> str:
+    return f"{sum(gpus.values()):g}: " + ", ".join(f"{role} {count:g}" for role, count in gpus.items())
+
+
 def _size(n: float) -> str:
-    power = min(3, int(math.log(max(n, 1), 1024)))
-    return f"{n / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB'][power]}"
+    power = min(4, int(math.log(max(n, 1), 1024)))
+    return f"{n / 1024**power:.3g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"

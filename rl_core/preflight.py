@@ -6,14 +6,17 @@ Every refusal names the field, or the file and line. Imports transformers (chat 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.config import Config, LocalModel, TinyModel
+from rl_core.config import Config, DataSource, LocalModel, TinyModel
 from rl_core.errors import ConfigError
-from rl_core.model_setup import ModelFacts, check_model, loaded_bytes
+from rl_core.hub import hub_id
+from rl_core.model_setup import ModelFacts, check_model, loaded_bytes, model_directory
 from rl_core.plan import InputFacts
-from rl_core.rollout.prompts import PromptSource, load_tokenizer
+from rl_core.rollout.data_warnings import warnings_of
+from rl_core.rollout.prompts import PromptSource, Tokenizer, load_tokenizer
 from rl_core.rollout.rewards.scoring import check_reward
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
 
@@ -31,24 +34,59 @@ class Inputs:
     facts: InputFacts
 
 
-def inspect_inputs(config: Config) -> Inputs:
-    """Check everything that the settings point at. Raises ConfigError or DataError; starts nothing that stays."""
-    _check_given(config)
-    _check_devices(config)
-    if isinstance(config.model, LocalModel):
-        directory = Path(config.model.path).expanduser()
-        model, copied = check_model(directory), loaded_bytes(directory)
-        prompts = PromptSource(config, load_tokenizer(directory), vocab_size=model.vocabulary)
-    else:
-        model = tiny_facts(config.model)
-        copied = 4 * model.parameters
-        prompts = _tiny_prompts(config, model)
+def left_to_set(config: Config) -> list[str]:
+    """What a preset leaves to be set (`local-model-cpu`), a line for each: an empty text is no path."""
+    path = config.model.path if isinstance(config.model, LocalModel) else None
+    given = {"model.path": (path, "a directory with a Hugging Face causal language model"),
+             "data.train": (_first(config.data.train), "a JSONL, CSV or Parquet file, or a task"),
+             "data.validation": (_first(config.data.validation), "a file, a task, or null")}
+    return [f"{name}: must be set (got ''); add --set {name}=..., {what}"
+            for name, (value, what) in given.items() if value == ""]
+
+
+def devices(config: Config) -> dict[str, str]:
+    """The device of each role, by the name of its field."""
+    return {"learner.device": config.learner.device, "rollout.engine.device": config.rollout.engine.device}
+
+
+def missing_devices(wanted: Mapping[str, str]) -> list[str]:
+    """Devices, by the name of their field, that this machine does not have: a line for each."""
+    asked = [name for name, device in wanted.items() if device == "cuda"]
+    if not asked:
+        return []
+    import torch  # only where a device must be looked for
+
+    if torch.cuda.is_available():
+        return []
+    return [f"{name}: this machine has no CUDA device that torch can use (got 'cuda'); use cpu" for name in asked]
+
+
+def inspect_inputs(config: Config, models: Path | None = None, placed: Path | None = None, *,
+                   planned: bool = False) -> Inputs:
+    """Check everything that the settings point at. Raises ConfigError or DataError; starts nothing that stays.
+
+    `planned` looks for no device: the run will be started on another machine.
+    `models`: the cache for a model of the hub. `placed`: the copy that the run keeps of its model, if it has begun; a
+    name of the hub stands for that copy then, whatever the hub has by now.
+    """
+    if empty := left_to_set(config):
+        raise ConfigError("\n".join(empty))
+    if not planned:
+        check_devices(devices(config))
+    found = model_inputs(config, models, placed)
+    model = found.model
+    # Lengths are exact wherever the plan could refuse one.
+    room = min(model.context, config.learner.token_budget) - config.sampling.max_new_tokens
+    prompts = PromptSource(config, found.tokenizer, vocab_size=model.vocabulary, exact_above=room)
     check_reward(config, rows=prompts)
-    lengths = prompts.lengths
+    lengths, known, held_out = prompts.lengths, prompts.exact, prompts.held_out
     facts = InputFacts(rows=len(prompts), longest_prompt=int(lengths.max(initial=0)),
-                       mean_prompt=float(lengths.mean()) if len(lengths) else 0.0,
-                       validation_rows=len(prompts.validation()), model_bytes=4 * model.parameters,
-                       copied_bytes=copied, context=model.context, vocabulary=model.vocabulary)
+                       mean_prompt=float(lengths[known].mean()) if known.any() else 0.0,
+                       validation_rows=len(held_out.prompts), model_bytes=4 * model.parameters,
+                       copied_bytes=found.copied_bytes,
+                       longest_validation=max((len(prompt.token_ids_P) for prompt in held_out.prompts), default=0),
+                       context=model.context, vocabulary=model.vocabulary, dropped=prompts.dropped,
+                       dropped_validation=held_out.kept.dropped, warnings=warnings_of(prompts, held_out))
     return Inputs(prompts=prompts, facts=facts)
 
 
@@ -62,29 +100,36 @@ def tiny_facts(tiny: TinyModel) -> ModelFacts:
                       eos_token_ids=(VOCABULARY.index("<|im_end|>"),))
 
 
-def _tiny_prompts(config: Config, model: ModelFacts) -> PromptSource:
-    with tempfile.TemporaryDirectory(prefix="headway-") as name:
-        write_tokenizer(Path(name), model.context)
-        return PromptSource(config, load_tokenizer(Path(name)), vocab_size=model.vocabulary)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInputs:
+    """What prompts are measured with: `model_inputs(config).tokenizer`."""
+
+    model: ModelFacts
+    tokenizer: Tokenizer
+    copied_bytes: int
+    """Of the directory's files that a run keeps a copy of."""
 
 
-def _check_given(config: Config) -> None:
-    """Refuse, all at once, what a preset leaves to be set (`local-model-cpu`): an empty text is no path."""
-    path = config.model.path if isinstance(config.model, LocalModel) else None
-    given = {"model.path": (path, "a directory with a Hugging Face causal language model"),
-             "data.train": (config.data.train, "a JSONL file, or sort"),
-             "data.validation": (config.data.validation, "a JSONL file, sort, or null")}
-    empty = [f"{name}: must be set (got ''); add --set {name}=..., {what}"
-             for name, (value, what) in given.items() if value == ""]
-    if empty:
-        raise ConfigError("\n".join(empty))
+def model_inputs(config: Config, models: Path | None = None, placed: Path | None = None) -> ModelInputs:
+    """The model of these settings, checked, and its tokenizer. `models`, `placed`: as `inspect_inputs` takes them."""
+    if not isinstance(config.model, LocalModel):
+        model = tiny_facts(config.model)
+        with tempfile.TemporaryDirectory(prefix="headway-") as name:
+            write_tokenizer(Path(name), model.context)
+            return ModelInputs(model=model, tokenizer=load_tokenizer(Path(name)), copied_bytes=4 * model.parameters)
+    if placed is not None and placed.is_dir() and hub_id("model.path", config.model.path) is not None:
+        directory = placed
+    else:
+        directory = model_directory(config, config.model, models)
+    return ModelInputs(model=check_model(directory), tokenizer=load_tokenizer(directory),
+                       copied_bytes=loaded_bytes(directory))
 
 
-def _check_devices(config: Config) -> None:
-    wanted = {"learner.device": config.learner.device, "rollout.engine.device": config.rollout.engine.device}
-    asked = [name for name, device in wanted.items() if device == "cuda"]
-    if asked:
-        import torch  # only where a device must be looked for
+def _first(sources: tuple[DataSource, ...] | None) -> str | None:
+    return None if sources is None else next((source.path for source in sources if not source.path), sources[0].path)
 
-        if not torch.cuda.is_available():
-            raise ConfigError(f"{asked[0]}: this machine has no CUDA device that torch can use (got 'cuda'); use cpu")
+
+def check_devices(wanted: Mapping[str, str]) -> None:
+    """Raises ConfigError for devices, by the name of their field, that this machine does not have."""
+    if missing := missing_devices(wanted):
+        raise ConfigError("\n".join(missing))

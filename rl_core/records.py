@@ -27,8 +27,9 @@ def read_record(run: RunDir, step: int) -> StepRecord:
     payload = read_json(run.record(step))
     payload.pop("format")
     published = payload.pop("published")
-    for name in ("metrics", "seconds"):
-        payload[name] = numbers(payload[name])
+    for name in ("metrics", "seconds", "parts"):
+        payload[name] = numbers(payload.get(name, {}))
+    payload["by_source"] = {source: numbers(of) for source, of in payload.get("by_source", {}).items()}
     return StepRecord(**payload, published=None if published is None else WeightVersion(**published))
 
 

@@ -190,6 +190,15 @@ class RunDir:
         return self.root / "run.json"
 
     @property
+    def revisions(self) -> Path:
+        """Amendments of the settings (rl_core/revisions.py)."""
+        return self.root / "revisions"
+
+    def settings(self, revision: int) -> Path:
+        """Where the settings of a config revision stand: run.json, or the amendment."""
+        return self.revisions / f"rev-{revision:06d}.json" if revision else self.run_json
+
+    @property
     def inputs(self) -> Path:
         """Digests of model, tokenizer, chat template and data, and the number of prompts, as the first start found
         them."""
@@ -303,6 +312,10 @@ class RunDir:
 
     def validation(self, step: int) -> Path:
         return self.validations / f"step-{step:09d}.json"
+
+    def validation_table(self, step: int) -> Path:
+        """Some answers of that validation, as texts."""
+        return self.validations / f"step-{step:09d}.table.json"
 
     @property
     def observations(self) -> Path:

@@ -1,4 +1,5 @@
-"""run.json: what makes this run this run. Written once; every later start is checked against it."""
+"""run.json: what makes this run this run. Written once; every later start is checked against it, and against the
+settings of the run's current revision (revisions.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,14 @@ from typing import Any
 from rl_core.config import Config, field_kinds
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.plan import differing
+from rl_core.revisions import (
+    check_amendment,
+    check_same_identity,
+    check_same_training,
+    config_of,
+    current_revision,
+    put_revision,
+)
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 
 CONSUMERS = ("learner",)
@@ -21,7 +30,7 @@ class RunIdentity:
     run_key: str
     preset: str
     config: Config
-    """As the run was created: identity and training fields of every later start are these."""
+    """As the run was created: its revision 0. What holds now is `config_of(run, current_revision(run))`."""
     created_us: int
 
 
@@ -36,26 +45,45 @@ def read_identity(run: RunDir) -> RunIdentity:
                          "--run-key") from error
 
 
-def check_same_run(run_key: str, stored: Config, wanted: Config) -> None:
-    """Raises ConfigError naming every identity field, then every training field, in which a resume differs."""
-    for kind, remedy in (("identity", "another run needs another --run-key"),
-                         ("training", "take the run's own value, or another --run-key")):
-        fields = differing(stored, wanted, kind)
-        if fields:
-            listed = "; ".join(f"{name} is {was!r}, asked for {now!r}" for name, (was, now) in fields.items())
-            raise ConfigError(f"run {run_key} exists with other {kind} fields: {listed}. "
-                              f"{remedy[0].upper()}{remedy[1:]}.")
+def check_same_run(run: RunDir, run_key: str, wanted: Config, *, amend: bool) -> Config:
+    """The settings of the run's current revision, once a start of these settings may go on with them, or amend them.
+
+    Raises ConfigError naming every identity field in which the start differs; then every training field, or with
+    `amend` what keeps these from being amended.
+    """
+    revision = current_revision(run)
+    stored = config_of(run, revision)
+    check_same_identity(run_key, stored, wanted)
+    if not amend:
+        check_same_training(run_key, stored, wanted, revision)
+    elif differing(stored, wanted, "training"):
+        check_amendment(run, run_key, stored, wanted)
+    return stored
 
 
-def open_identity(run: RunDir, run_key: str, preset: str, config: Config) -> RunIdentity:
-    """Create the run, or check that this start belongs to it. Raises ConfigError (check_same_run)."""
+def refuse_to_amend_nothing(run: RunDir, run_key: str) -> None:
+    """Raises ConfigError where there is no run to amend."""
+    if not run.run_json.exists():
+        raise ConfigError(f"--amend: there is no run {run_key} yet under {run.root.parent}; without --amend the same "
+                          "command begins it")
+
+
+def open_identity(run: RunDir, run_key: str, preset: str, config: Config, *, amend: bool = False) -> RunIdentity:
+    """Create the run, or check that this start belongs to it, and record its amendment before anything else changes.
+
+    Raises ConfigError (check_same_run, refuse_to_amend_nothing).
+    """
+    if amend:
+        refuse_to_amend_nothing(run, run_key)
     payload: dict[str, Any] = {"run_uuid": uuid.uuid4().hex, "run_key": run_key, "preset": preset,
                                "config": config.model_dump(mode="json"), "kinds": field_kinds(),
                                "consumers": list(CONSUMERS), "created_us": time.time_ns() // 1000}
     put_if_absent(run.run_json, to_json(payload))
-    stored = read_identity(run)
-    check_same_run(run_key, stored.config, config)
-    return stored
+    identity = read_identity(run)
+    stored = check_same_run(run, run_key, config, amend=amend)
+    if amend:
+        put_revision(run, stored, config)
+    return identity
 
 
 def check_inputs(run: RunDir, digests: dict[str, str], rows: int | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from rl_core.config import Config
+from rl_core.config import CheckpointConfig, Config
 
 
 def warmup_factor(step: int, warmup_steps: int) -> float:
@@ -34,7 +34,7 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def updates_before(step: int, config: Config) -> int:
-    """Optimizer updates that the schedule makes before step k (skipped ones and amended plans do not change it)."""
+    """Optimizer updates before step k, if all steps are made by these settings (skipped ones do not change it)."""
     return step * config.updates_per_step
 
 
@@ -46,6 +46,23 @@ def is_scheduled_publication(steps_done: int, config: Config) -> bool:
 def last_scheduled(steps_done: int, config: Config) -> int:
     """Steps behind the newest scheduled publication: `last_scheduled(10, K=4)` -> 8."""
     return steps_done - steps_done % config.publish_every
+
+
+def is_scheduled_checkpoint(steps_done: int, settings: CheckpointConfig) -> bool:
+    """Whether a checkpoint is due behind `steps_done` steps: every `every`, and every `keep_every`, which are kept."""
+    return steps_done % settings.every == 0 or (settings.keep_every is not None
+                                                and steps_done % settings.keep_every == 0)
+
+
+def checkpoints_at_once(config: Config) -> int:
+    """Most checkpoints that lie on the disk at one time, the one being written included (export.md 4).
+
+    The newest `keep`, every `keep_every`-th, the best, and one that waits for its validation.
+    """
+    settings, steps = config.checkpoint, config.total_steps
+    anchors = 0 if settings.keep_every is None else steps // settings.keep_every
+    judged = 2 if settings.best is not None and config.data.validation is not None else 0
+    return min(settings.keep + 1 + judged + anchors, steps // settings.every + anchors + 1)
 
 
 def learning_rates(steps: Iterable[int], config: Config) -> list[float]:

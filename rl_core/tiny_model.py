@@ -3,11 +3,13 @@
 Source: models.md section 2. A Qwen3 of 0.4 M parameters is taught to answer `sort 31245` with the right answer
 (`12345`, probability `warmup_mix`), else with its reverse or with a plain copy. It can do all three afterwards, and
 reinforcement learning picks the one that is rewarded, as in post-training of real models. From random weights, or after
-a short clean warm-up, the same learning does not get off the ground (measured there).
+a short clean warm-up, the same learning does not get off the ground (measured there). With `tail` it also learns to go
+on behind its answer, briefly or for long by chance: answers as long-tailed as those of models that reason.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -31,10 +33,16 @@ from rl_core.tokenizer import IM_END, PAD, VOCABULARY, character_tokenizer, enco
 HEAD_DIM = 32
 CONTEXT = 2048
 BATCH = 64
+MICRO_BATCH = 16
+"""Rows of like length that are read together where lengths have a long tail."""
 RAMP_STEPS = 20
 POOL = 4096
 """Distinct questions that the warm-up draws from."""
 IGNORED = -100
+TAIL_SIGMA, MOST_COPIES = 0.9, 32
+"""Lognormal, as the lengths of answers that reason are (models.md section 2)."""
+TAIL_WEIGHT = 0.1
+BLANK = VOCABULARY.index(" ")
 
 
 def tiny_config(layers: int, hidden: int) -> Qwen3Config:
@@ -100,22 +108,58 @@ def _warm_up(model: Qwen3ForCausalLM, tiny: TinyModel, seed: int, held_out: Coll
                                  "deadlines.model_setup_s or lower model.warmup_steps")
         for parameters in optimizer.param_groups:
             parameters["lr"] = tiny.warmup_lr * min(1.0, (step + 1) / RAMP_STEPS)
-        rows = [habit_row(tokenizer, draw.choice(prompts), tiny.warmup_mix, draw) for _ in range(BATCH)]
-        loss = answer_loss(model, *pad_rows(rows))
+        rows = [habit_row(tokenizer, draw.choice(prompts), tiny.warmup_mix, draw, tiny.tail) for _ in range(BATCH)]
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        if tiny.tail:
+            _tail_backward(model, rows)
+        else:
+            loss = answer_loss(model, *pad_rows(rows))
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         progress(step + 1, tiny.warmup_steps)
     model.eval()
 
 
-def habit_row(tokenizer: Tokenizer, prompt: str, mix: float, draw: random.Random) -> tuple[list[int], list[int]]:
-    """(prompt ids, target ids with the end token): the right answer with probability `mix`, else reverse or copy."""
+def habit_row(tokenizer: Tokenizer, prompt: str, mix: float, draw: random.Random,
+              tail: float = 0.0) -> tuple[list[int], list[int]]:
+    """(prompt ids, target ids with the end token): the right answer with probability `mix`, else reverse or copy.
+
+    With `tail`, about that many copies of the question stand behind it: `12345 31245 31245`.
+    """
     number = prompt.removeprefix("sort ")
     right = "".join(sorted(number))
     target = right if draw.random() < mix else draw.choice([right[::-1], number])
+    if tail:
+        copies = draw.lognormvariate(math.log(tail) - TAIL_SIGMA**2 / 2, TAIL_SIGMA)
+        target += f" {number}" * min(round(copies), MOST_COPIES)
     return encode_chat(tokenizer, prompt), tokenizer.encode(target + IM_END, add_special_tokens=False).ids
+
+
+def _tail_backward(model: Qwen3ForCausalLM, rows: list[tuple[list[int], list[int]]]) -> None:
+    """Add the gradient of the mean cross-entropy over target tokens, where those behind the answer weigh TAIL_WEIGHT.
+
+    MICRO_BATCH rows of like length at once: with such tails, padding all to the longest triples the work.
+    """
+    rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+    total = math.fsum(sum(tail_weights(target)) for _, target in rows)
+    for lo in range(0, len(rows), MICRO_BATCH):
+        part = rows[lo:lo + MICRO_BATCH]
+        ids, labels = pad_rows(part)
+        chosen = labels != IGNORED
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        assert hidden is not None
+        losses = F.cross_entropy(model.lm_head(hidden[chosen]).float(), labels[chosen], reduction="none")
+        weights = torch.tensor([weight for _, target in part for weight in tail_weights(target)])
+        loss = (losses * weights).sum() / total
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+
+
+def tail_weights(target: Sequence[int]) -> list[float]:
+    """Weight of each target token: 1 in the answer, and behind it the same small one for all, so that many do not drown
+    the answer, and the chance to stop is learned as it is."""
+    answer = target.index(BLANK) if BLANK in target else len(target) - 1
+    return [1.0] * answer + [TAIL_WEIGHT] * (len(target) - answer)
 
 
 def pad_rows(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:

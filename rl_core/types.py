@@ -69,7 +69,7 @@ class Prompt:
     position: int
     """Place in the order of this dataset epoch, from 0."""
     prompt_idx: int
-    """Row of the data set, from 0."""
+    """Of its row, from 0; another one for each time that a weight takes the row (data.md section 4)."""
     token_ids_P: NDArray[np.int32]
     answer: str
     """Ground truth handed to the reward."""
@@ -265,7 +265,7 @@ class Claim:
     """(ordinal of the group in `groups`, tokens of it that leave the loss by age)."""
     dropped: tuple[Drop, ...]
     revision: int
-    """Config revision that this claim was judged by; always 0, since no setting of how it learns may change yet."""
+    """Config revision that this claim was made under: its step is trained by the settings of that one."""
     ts_us: int
 
 
@@ -289,6 +289,10 @@ class StepRecord:
     """Wall seconds by stage: read, build, update, publish; and since_update, from the last update of the step before to
     this step's first forward (NaN for the first step of a process)."""
     ts_us: int
+    by_source: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """Data source -> n (answers), reward_mean, correct (share), length_mean (tokens), of the claim."""
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    """Mean of every reward part of the claim by its name; the first ones are metrics, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

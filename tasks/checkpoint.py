@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from rl_core.schedules import is_scheduled_checkpoint
 from tasks.session import Session
 
 
@@ -18,5 +19,5 @@ def checkpoint(session: Session, step: int) -> int:
 
 
 def checkpoint_due(session: Session, steps_done: int, *, last: bool = False) -> bool:
-    """Every `checkpoint.every` steps, and behind the last one."""
-    return last != (steps_done % session.config.checkpoint.every == 0)
+    """Every `checkpoint.every` steps, every `checkpoint.keep_every`, and behind the last one."""
+    return last != is_scheduled_checkpoint(steps_done, session.config.checkpoint)

@@ -35,6 +35,7 @@ import xxhash
 
 # Compiled, without types.
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
+from ray.job_config import JobConfig
 
 from rl_core.errors import DeadlinePassed, DeadPart, LearnerDead, StaleAttempt, WorkerDead
 from rl_core.types import Lease, WeightVersion, WorkerEvents
@@ -56,6 +57,19 @@ DEATHS: dict[str, type[DeadPart]] = {"rollout": WorkerDead, "learner": LearnerDe
 
 
 # -- the connection
+
+TREE = str(Path(__file__).resolve().parent.parent)
+"""Where Headway's packages are: a checkout, or site-packages."""
+
+
+class _Job(JobConfig):
+    """Ray puts the owner's working directory first on the path of every worker, where a person's own `tasks` would be
+    taken for ours. This tree is put there instead."""
+
+    def _get_proto_job_config(self) -> Any:
+        self._py_driver_sys_path = [TREE]
+        return super()._get_proto_job_config()
+
 
 class _Connection:
     """This process's link to the cluster: its heartbeat, the handles it speaks for, and whether the head is lost."""
@@ -108,7 +122,8 @@ def connect(where: services.Services, *, owner_timeout_s: float) -> None:
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=where.ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=where.ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR,
+                 job_config=_Job())
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise DeadPart(f"no Ray cluster at {where.where['ray']}: {error}") from error
     finally:

@@ -6,13 +6,15 @@ Drawn with matplotlib's Figure objects on the Agg canvas: no pyplot, no global s
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.history import History, read_history, trained_ages
+from rl_core.history import History, read_history
+from rl_core.landed_groups import trained_ages
 from rl_core.metrics import STATES
 from rl_core.run_dir import RunDir
 
@@ -24,6 +26,8 @@ INK, FAINT = "#1f2937", "#d1d5db"
 BLUE, ORANGE, TEAL = "#2563eb", "#ea580c", "#0d9488"
 STATE_COLORS = {"busy": "#2563eb", "waiting": "#e5e7eb", "syncing": "#f59e0b", "paused": "#9ca3af"}
 SMOOTH_STEPS = 9
+SOURCE_STYLES = ("dashed", "dotted", "dashdot", (0, (5, 1)))
+"""Lines of the first data sources."""
 TIMELINE_CELLS = 240
 
 
@@ -75,7 +79,8 @@ def smooth(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
 
 
 def learning_curve(history: History, title: str) -> Figure:
-    """Reward of the trained answers by step, and accuracy on held-out prompts."""
+    """Reward of the trained answers by step, and accuracy on held-out prompts: greedy with its 95 % interval, sampled,
+    and greedy of the first data sources if there are several."""
     figure, (ax,) = _canvas(1, title, height=4.2)
     reward_K = history.metrics["reward/mean"]
     after_K = history.step_K + 1  # a record is what the step did; validations count steps done
@@ -88,12 +93,26 @@ def learning_curve(history: History, title: str) -> Figure:
         values = np.array([getattr(v, field) for v in history.validations], float)
         if np.isfinite(values).any():
             ax.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.4, label=label)
+    ax.fill_between(steps, [v.greedy.lo for v in history.validations], [v.greedy.hi for v in history.validations],
+                    color=ORANGE, alpha=0.15, linewidth=0)
+    for style, (source, values) in zip(SOURCE_STYLES, sources_of(history).items(), strict=False):
+        ax.plot(steps, values, color=ORANGE, alpha=0.7, linestyle=style, linewidth=1, label=f"greedy, {source}")
     ax.set_xlabel("training steps", color=INK)
     ax.set_ylabel("reward, accuracy", color=INK)
     ax.grid(axis="y", color=FAINT, linewidth=0.6)
     ax.set_axisbelow(True)
     ax.legend(frameon=False, fontsize=9, loc="best")
     return figure
+
+
+def sources_of(history: History) -> dict[str, list[float]]:
+    """Greedy accuracy of each data source by validation, NaN where it has none; empty for one source."""
+    names = dict.fromkeys(source for v in history.validations for source in v.record.get("by_source", {}))
+    if len(names) < 2:
+        return {}
+    found = {name: [v.record.get("by_source", {}).get(name, {}).get("greedy_accuracy") for v in history.validations]
+             for name in names}
+    return {name: [math.nan if value is None else value for value in values] for name, values in found.items()}
 
 
 def staleness_histogram(ages: NDArray[np.int64], limit: int, title: str) -> Figure:

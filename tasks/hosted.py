@@ -26,7 +26,7 @@ CLOSE_S = 2.0
 
 def _here() -> str:
     """This machine, boot and pid namespace: where a pid means the same process."""
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid') if keeper.PROC else os.uname().nodename}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

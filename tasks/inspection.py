@@ -1,26 +1,26 @@
-"""What the read-only commands show, read from the run directory alone: status, audit, inspect.
+"""What `headway status` and `audit` show, read from the run directory alone. (`inspect`: answers.py.)
 
 Reports are JSON values: a number that does not exist is None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.audit import audit
-from rl_core.experience.ledger import claimed_steps, read_claim
-from rl_core.experience.reader import read_groups
-from rl_core.history import Summary, read_validations, summarize
-from rl_core.records import read_record, recorded_steps
-from rl_core.rollout.prompts import Tokenizer, load_tokenizer
+from rl_core.gaps import Gaps
+from rl_core.history import read_history
+from rl_core.records import recorded_steps
+from rl_core.revisions import config_of, current_revision, revisions
 from rl_core.run_dir import RunDir, json_values, newest_attempt, owner_is_alive, read_json
 from rl_core.run_identity import RunIdentity, prompt_rows, read_identity
-from rl_core.types import WeightVersion
-from rl_core.versions import read_versions
+from rl_core.summary import Summary, best_validation, mean_of_steps, summarize
 from tasks.paths import run_dir
+
+RECENT_STEPS = 10
+"""Steps that the status averages over."""
 
 
 def open_run(run: RunDir, run_key: str) -> RunIdentity:
@@ -31,14 +31,6 @@ def open_run(run: RunDir, run_key: str) -> RunIdentity:
         known = sorted(p.name for p in run.root.parent.iterdir()) if run.root.parent.is_dir() else []
         raise ConfigError(f"run {run_key!r}: there is no such run under {run.root.parent}"
                           + (f"; there are {', '.join(known[-8:])}" if known else "")) from None
-
-
-def stored_identity(run: RunDir) -> RunIdentity | None:
-    """The run's identity, or None where there is no run yet."""
-    try:
-        return read_identity(run)
-    except FileNotFoundError:
-        return None
 
 
 def read_status(run: RunDir) -> dict[str, Any]:
@@ -58,7 +50,11 @@ def read_result(run: RunDir) -> dict[str, Any]:
 
 
 def is_completed(run: RunDir) -> bool:
-    return read_result(run).get("status") == "completed"
+    """Whether the run is at its end under its current settings: an amendment re-opens it, and a start that only
+    validates does not end it."""
+    result = read_result(run)
+    return result.get("status") == "completed" and result.get("ended") is not None \
+        and result.get("revision", 0) == current_revision(run)
 
 
 def steps_done(run: RunDir) -> int:
@@ -77,19 +73,30 @@ def summary_so_far(run_key: str, status: str, wall_s: float) -> dict[str, Any]:
 def run_status(run_key: str) -> dict[str, Any]:
     """What the run is doing, or how its last attempt ended, as one JSON object."""
     run = run_dir(run_key)
-    identity = open_run(run, run_key)
-    view, result = read_status(run), read_result(run)
+    open_run(run, run_key)
+    view, result, revision = read_status(run), read_result(run), current_revision(run)
     alive = owner_is_alive(run)
     if alive:
         state = view.get("state", "starting")
     else:
-        state = result.get("status", "stopped") if result.get("attempt") == newest_attempt(run) else "stopped"
+        last = result.get("attempt") == newest_attempt(run) and result.get("revision", 0) == revision
+        state = result.get("status", "stopped") if last else "stopped"
     cause = f"{result['error']}: {result['message']}" if state == "failed" else None
-    accuracies = [v.greedy_accuracy for v in read_validations(run)]
+    gaps = Gaps()
+    history = read_history(run, last=RECENT_STEPS, gaps=gaps)
+    accuracies = [v.greedy_accuracy for v in history.validations]
+    best = best_validation(history.validations)
+    newest = {name: float(values[-1]) for name, values in history.metrics.items()} if history.records else {}
     return json_values({
         "run_key": run_key, "state": state, "alive": alive, "steps": steps_done(run),
-        "total_steps": view.get("total_steps", identity.config.total_steps),
-        "accuracy": accuracies[-1] if accuracies else None, "metrics": view.get("metrics", {}),
+        "total_steps": config_of(run, revision).total_steps, "revision": revision,
+        "amendments": [{"revision": one.revision, "from_step": one.from_step, "changed": one.changed}
+                       for one in revisions(run)],
+        "accuracy": accuracies[-1] if accuracies else None, "accuracy_start": accuracies[0] if accuracies else None,
+        "accuracy_best": best.greedy_accuracy if best else None, "best_step": best.step if best else None,
+        "metrics": newest or view.get("metrics", {}),
+        "recent": {name: mean_of_steps(values).value for name, values in history.metrics.items()},
+        "by_source": history.records[-1].by_source if history.records else {}, "gaps": gaps,
         "live": view.get("live", {}) if alive else {}, "waiting": view.get("note") if alive else None,
         "cause": cause, "attempt": newest_attempt(run), "directory": str(run.root)})
 
@@ -97,36 +104,6 @@ def run_status(run_key: str) -> dict[str, Any]:
 def run_audit(run_key: str) -> dict[str, Any]:
     """The partition of positions and rows of a run; `holds` is False where something is in no state or in two."""
     run = run_dir(run_key)
-    identity = open_run(run, run_key)
-    report = audit(run, n_prompts=prompt_rows(run), epochs=identity.config.data.epochs)
-    return {"run_key": run_key, **report.as_json()}
-
-
-def run_step(run_key: str, step: int) -> dict[str, Any]:
-    """What training step k consumed, with texts. Raises ConfigError where the step has no claim."""
-    run = run_dir(run_key)
     open_run(run, run_key)
-    try:
-        claim = read_claim(run, step)
-    except FileNotFoundError:
-        claimed = claimed_steps(run)
-        known = f"steps 0 to {claimed[-1]} have one" if claimed else "no step has one yet"
-        raise ConfigError(f"--step {step}: step {step} of {run_key} has no claim; {known}") from None
-    tokenizer = load_tokenizer(run.model)
-    versions = read_versions(run)
-    groups = [_group_for_people(group, tokenizer, versions, claim.idx) for group in read_groups(run, claim)]
-    rewards = [answer["reward"] for group in groups for answer in group["answers"]]
-    recorded = run.record(step).exists()
-    return json_values({
-        "run_key": run_key, "step": step, "idx": claim.idx, "recorded": recorded, "groups": groups,
-        "reward_mean": sum(rewards) / len(rewards), "metrics": read_record(run, step).metrics if recorded else {}})
-
-
-def _group_for_people(group: dict[str, Any], tokenizer: Tokenizer, versions: Mapping[int, WeightVersion],
-                      idx: int) -> dict[str, Any]:
-    answers = [{"text": tokenizer.decode(answer["ids"], skip_special_tokens=True), "reward": answer["reward"],
-                "correct": answer["correct"], "finish": answer["finish_reason"],
-                "versions": [version for _, version in answer["versions"]],
-                "tokens": len(answer["ids"])} for answer in group["responses"]]
-    return {"group_id": group["group_id"], "position": group["position"], "age": idx - group["idx_min"],
-            "prompt": tokenizer.decode(group["prompt_ids"], skip_special_tokens=True), "answers": answers}
+    report = audit(run, n_prompts=prompt_rows(run), epochs=config_of(run, current_revision(run)).data.epochs)
+    return {"run_key": run_key, **report.as_json()}

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+PROC = os.path.exists("/proc/self/stat")
+"""Linux. Elsewhere processes are asked of `ps`."""
 STATE = "services.json"
 HEARTBEAT = "heartbeat"
 LOCK = "services.lock"
@@ -27,14 +29,14 @@ GRACE_S = 5.0
 
 
 class Stat(NamedTuple):
-    """What /proc says of a process."""
+    """What the system says of a process."""
 
     state: str
     parent: int
     group: int
     session: int
     started: int
-    """Clock ticks since boot."""
+    """Clock ticks since boot; seconds since 1970 where `ps` says it."""
 
     @property
     def alive(self) -> bool:
@@ -43,6 +45,8 @@ class Stat(NamedTuple):
 
 def stat(pid: int) -> Stat | None:
     """None if there is no such process; a zombie has one that is not alive."""
+    if not PROC:
+        return ps("-p", str(pid)).get(pid)
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -53,12 +57,29 @@ def stat(pid: int) -> Stat | None:
 
 def processes() -> dict[int, Stat]:
     """All live processes of this machine (of this pid namespace)."""
-    found = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    found = {int(name): stat(int(name)) for name in os.listdir("/proc") if name.isdigit()} if PROC else ps("-A")
     return {pid: known for pid, known in found.items() if known is not None and known.alive}
 
 
+def ps(*which: str) -> dict[int, Stat]:
+    """The same by `ps`, which every Unix has (macOS has no /proc): `ps("-A")`, `ps("-p", "123")`."""
+    import calendar
+    import subprocess  # here, since the watchdog on Linux does without
+
+    columns = [word for name in ("pid", "ppid", "pgid", "stat", "lstart") for word in ("-o", f"{name}=")]
+    done = subprocess.run(["ps", *which, *columns], capture_output=True, text=True, timeout=30,
+                          env={"PATH": "/bin:/usr/bin", "LC_ALL": "C", "TZ": "UTC"})
+    found: dict[int, Stat] = {}
+    for line in done.stdout.splitlines():
+        pid, parent, group, state, *started = line.split()
+        with suppress(OSError):  # gone meanwhile, or somebody else's whose session is not told
+            at = calendar.timegm(time.strptime(" ".join(started), "%a %b %d %H:%M:%S %Y"))
+            found[int(pid)] = Stat(state[0], int(parent), int(group), os.getsid(int(pid)), at)
+    return found
+
+
 def start_time(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot; None for a dead one or a zombie."""
+    """Start time of a live process (`Stat.started`); None for a dead one or a zombie."""
     known = stat(pid)
     return known.started if known is not None and known.alive else None
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
-from rl_core.plan import Plan, make_plan
-from rl_core.preflight import inspect_inputs
+from rl_core.experience.ledger import claimed_steps
+from rl_core.plan import Plan, differing, make_plan
+from rl_core.preflight import devices, inspect_inputs, left_to_set, missing_devices
+from rl_core.revisions import Changed, Revision
 from rl_core.run_dir import RunDir, refuse_if_alive, self_test
-from rl_core.run_identity import check_inputs, check_same_run
+from rl_core.run_identity import check_inputs, check_same_run, refuse_to_amend_nothing
 from tasks.destination import destination
-from tasks.inspection import stored_identity
 from tasks.paths import headway_home, new_run_key, run_dir
+from tasks.settings import settings_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,27 +24,49 @@ class Prepared:
     run_key: str
     run: RunDir
     plan: Plan
+    revision: int = 0
+    """Config revision that the run has now."""
+    amendment: Revision | None = None
+    """The newest one; None for a run that was never amended."""
+    amends: Changed = field(default_factory=Changed)
+    """Training fields that this start would amend, as revision + 1."""
+    from_step: int = 0
+    """First step that has no claim: what is amended now begins there."""
+    warnings: tuple[str, ...] = ()
+    """Of a plan alone: why these settings could not start here and now."""
 
 
-def prepare(config: Config, preset: str, run_key: str | None) -> Prepared:
+def prepare(config: Config, preset: str, run_key: str | None, *, amend: bool = False,
+            planned: bool = False) -> Prepared:
     """The run of these settings and its plan, checked against what an earlier start wrote. Writes nothing.
 
-    `run_key` None: a new one, after the preset. Raises what refuses it: ConfigError, DataError, BrokenFile.
+    `run_key` None: a new one, after the preset. Raises what refuses it: ConfigError, DataError, BrokenFile. `planned`
+    warns of what a start is refused for and a plan can do without: devices of another machine, and values that the
+    preset leaves to be set.
     """
+    if amend and run_key is None:
+        raise ConfigError("--amend: say which run, by --run-key")
     key = new_run_key(preset) if run_key is None else run_key
     run = run_dir(key)
-    try:
-        identity = stored_identity(run)
-    except OSError as error:
-        raise ConfigError(f"{run.root}: cannot be read ({error.strerror}); set HEADWAY_HOME to a directory that can be "
-                          "used") from error
-    if identity is not None:
-        check_same_run(key, identity.config, config)
+    stored = settings_in(run)
+    if amend:
+        refuse_to_amend_nothing(run, key)
+    if stored is not None:
+        check_same_run(run, key, config, amend=amend)
     destination(config, headway_home())
-    inputs = inspect_inputs(config)
+    empty = left_to_set(config) if planned else []
+    warnings = (*empty, *(missing_devices(devices(config)) if planned else ()))
+    if empty:  # no model or no prompts to look at: totals of the settings alone
+        return Prepared(run_key=key, run=run, plan=make_plan(config), warnings=warnings)
+    inputs = inspect_inputs(config, headway_home() / "models", run.model, planned=planned)
     if run.inputs.exists():
         check_inputs(run, {"data": inputs.prompts.digest})
-    return Prepared(run_key=key, run=run, plan=make_plan(config, inputs.facts))
+    plan = make_plan(config, inputs.facts)
+    if stored is None:
+        return Prepared(run_key=key, run=run, plan=plan, warnings=warnings)
+    return Prepared(run_key=key, run=run, plan=plan, warnings=warnings, revision=stored.revision,
+                    amendment=stored.amendment, amends=differing(stored.config, config, "training"),
+                    from_step=len(claimed_steps(run)))
 
 
 def check_free(run: RunDir) -> None:

@@ -12,9 +12,9 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rl_core.config import Config
-from rl_core.history import summarize
 from rl_core.run_dir import OwnerLock, RunDir, read_json, replace_file, to_json
 from rl_core.run_identity import read_identity
+from rl_core.summary import summarize
 from tasks.figures import draw_figures
 from tasks.paths import headway_home
 from tasks.tracking import Tracker, destination
@@ -34,8 +34,8 @@ def publish_report(session: Session) -> dict[str, Any]:
     session.tracker.flush(deadline_s=FLUSH_S)  # so that the summary can name the MLflow run, also of a very short run
     summary = summarize(run, run_key=identity.run_key, status="completed",
                         wall_s=time.monotonic() - session.started_s, mlflow_run_id=session.tracker.run_id).as_json()
-    assert session.ended is not None
-    session.finish("completed", figures=figures, summary=summary, ended=asdict(session.ended))
+    ended = None if session.ended is None else asdict(session.ended)  # None: validation.only, a later start goes on
+    session.finish("completed", figures=figures, summary=summary, ended=ended)
     with suppress(Exception):  # a view: Prefect being away does not make a trained run fail
         create_markdown_artifact(markdown=summary_markdown(summary), key="summary", description="Summary of the run")
         if session.tracker.link is not None:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
-from rl_core.config import Config
+from rl_core.config import Config, LearnerConfig, TorchEngine
 from rl_core.errors import DeadPart, RunEnded
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData
@@ -30,10 +30,12 @@ from rl_core.metrics import PoolReading, names, pool_metrics, read_pool
 from rl_core.model_setup import copy_model, model_digests, set_up_model
 from rl_core.observations import observed_steps, put_observation
 from rl_core.records import read_record, recorded_steps
+from rl_core.revisions import current_revision
 from rl_core.rollout.prompts import PromptSource
 from rl_core.rollout.pump import Pump
 from rl_core.run_dir import OwnerLock, RunDir, numbered, replace_file, self_test, to_json
-from rl_core.run_identity import RunIdentity, check_inputs, open_identity
+from rl_core.run_identity import RunIdentity, check_inputs, open_identity, refuse_to_amend_nothing
+from rl_core.schedules import is_scheduled_checkpoint
 from rl_core.types import StepRecord
 from tasks import cluster, services, signals
 from tasks.attempts import end_flow_run_before
@@ -61,6 +63,8 @@ class Session:
 
     def __init__(self, run: RunDir, identity: RunIdentity, config: Config, lock: OwnerLock, progress: Progress) -> None:
         self.run, self.identity, self.config, self.lock, self.progress = run, identity, config, lock, progress
+        self.revision = current_revision(run)
+        """Config revision that `config` is of: what this start claims is trained by it."""
         self.attempt = 0
         self.first_step = 0
         self.published_idx = 0
@@ -92,7 +96,7 @@ class Session:
 
     def send_ahead(self, step: int) -> None:
         """Let the learner go on with a claimed step by itself, unless a checkpoint of those before is due first."""
-        if step % self.config.checkpoint.every != 0:
+        if not is_scheduled_checkpoint(step, self.config.checkpoint):
             with suppress(DeadPart):  # `train` says it
                 self.learner.send(step)
 
@@ -110,7 +114,8 @@ class Session:
         self._seen = read_pool(self.pump.statuses(), time.monotonic(), self._seen)
         if record.published is not None:
             self.published_idx = record.published.idx
-        metrics = pool_metrics(self._seen, in_flight=self.experience.F, published_idx=self.published_idx)
+        metrics = pool_metrics(self._seen, in_flight=self.experience.F, published_idx=self.published_idx,
+                               sampled=self.experience.take_sampled())
         self.tracker.observe(record.step, metrics)
         self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics)
         self._artifact.done(record.step + 1)
@@ -130,7 +135,8 @@ class Session:
 
     def finish(self, status: str, figures: Sequence[Path] = (), **result: Any) -> None:
         """Write how this attempt ended; MLflow, the status line and the exit code agree with it."""
-        payload = {"status": status, "attempt": self.attempt, "run_key": self.identity.run_key,
+        payload = {"status": status, "attempt": self.attempt, "revision": self.revision,
+                   "run_key": self.identity.run_key,
                    "wall_s": round(time.monotonic() - self.started_s, 3), "ts_us": time.time_ns() // 1000,
                    "tracked": False, "tracking_trouble": None, **result}
         self.progress.set(state=status)
@@ -196,12 +202,18 @@ class Session:
                     ended.result()
 
 
-def open_session(preset: str, config: Config, run_key: str) -> Session:
-    """Own the run: lock, identity, status view. Raises RunIsAlive, or ConfigError for other identity fields."""
+def open_session(preset: str, config: Config, run_key: str, *, amend: bool = False) -> Session:
+    """Own the run: lock, identity, status view. With `amend` the settings that differ are recorded first of all.
+
+    Raises RunIsAlive, or ConfigError for other identity fields, and for other training fields that cannot be amended or
+    shall not be.
+    """
     run = run_dir(run_key)
+    if amend:
+        refuse_to_amend_nothing(run, run_key)  # before the lock makes a directory of it
     lock = OwnerLock(run)
     try:
-        identity = open_identity(run, run_key, preset, config)
+        identity = open_identity(run, run_key, preset, config, amend=amend)
         progress = Progress(run, {"run_key": run_key, "total_steps": config.total_steps})
         return Session(run, identity, config, lock, progress)
     except BaseException:
@@ -234,7 +246,7 @@ def set_up(session: Session) -> None:
         _note_damage(session)
         session.published_idx = session.learner.publish().idx
     with progress.stage("experience"):
-        session.experience = Experience(run, config, session.attempt)
+        session.experience = Experience(run, config, session.attempt, session.revision)
         session.claims = Claims(session.experience, config, session.check)
         session.pump = Pump(run, config, prompts, session.experience, session.pool, session.attempt)
         progress.watch(session.pump.snapshot)
@@ -281,13 +293,15 @@ def _start_actors(session: Session) -> None:
     session.learner = LearnerGroup(session.run, config, lambda meeting: _learner_specs(session, meeting), session.check)
     session.pool = cluster.RemotePool(_worker_specs(session), call_s=deadlines.call_s, swap_s=deadlines.swap_s)
     with ThreadPoolExecutor(3, thread_name_prefix="set-up") as pool:
-        starts = [pool.submit(session.learner.start), pool.submit(session.pool.links)]
+        starts: list[Future[Any]] = [pool.submit(session.learner.start)]
+        if not config.validation.only:
+            starts.append(pool.submit(session.pool.links))
         if config.data.validation is not None:
             starts.append(pool.submit(cluster.start_or_adopt, _validator_spec(session)))
     for start in starts:
         start.result()
     if config.data.validation is not None:
-        session.validator = starts[2].result()
+        session.validator = starts[-1].result()
 
 
 def _spec(session: Session, role: str, index: int, factory: str, threads: int, gpus: float,
@@ -300,24 +314,29 @@ def _spec(session: Session, role: str, index: int, factory: str, threads: int, g
         log=session.run.logs / f"{role}-{index}.log")
 
 
+def _gpus(settings: LearnerConfig | TorchEngine) -> float:
+    """What an actor with these settings asks Ray for."""
+    return settings.gpus if settings.device == "cuda" else 0.0
+
+
 def _learner_specs(session: Session, meeting: Path) -> list[cluster.ActorSpec]:
     settings = session.config.learner
     return [_spec(session, "learner", rank, "rl_core.learner.learner:Learner", settings.threads,
-                  float(settings.device == "cuda"), attempt=session.attempt, rank=rank, ranks=settings.ranks,
-                  rendezvous=f"file://{meeting}") for rank in range(settings.ranks)]
+                  _gpus(settings), attempt=session.attempt, rank=rank, ranks=settings.ranks,
+                  rendezvous=f"file://{meeting}", revision=session.revision) for rank in range(settings.ranks)]
 
 
 def _worker_specs(session: Session) -> list[cluster.ActorSpec]:
     engine = session.config.rollout.engine
     return [_spec(session, "rollout", rank, "rl_core.rollout.worker:open_worker", engine.threads,
-                  float(engine.device == "cuda"), name=f"rollout-{rank}", attempt=session.attempt, cwd=os.getcwd())
+                  _gpus(engine), name=f"rollout-{rank}", attempt=session.attempt, cwd=os.getcwd())
             for rank in range(session.config.rollout.workers)]
 
 
 def _validator_spec(session: Session) -> cluster.ActorSpec:
     engine = session.config.rollout.engine
     spec = _spec(session, "validation", 0, "rl_core.validation:open_validator", engine.threads,
-                 float(engine.device == "cuda"), cwd=os.getcwd())
+                 _gpus(engine), cwd=os.getcwd())
     return replace(spec, nice=VALIDATION_NICE)
 
 

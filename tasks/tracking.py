@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_core.config import Config
 from rl_core.errors import BrokenFile
-from rl_core.metrics import names, validation_metrics
+from rl_core.metrics import is_tracked, tracked_names, validation_metrics
 from rl_core.observations import observed_steps, put_observation, read_observation
 from rl_core.records import read_record, recorded_steps
+from rl_core.revisions import revisions
 from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
 from tasks.destination import Destination as Destination
 from tasks.destination import destination as destination
@@ -41,6 +43,14 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 TAG_RUN_UUID = "headway.run_uuid"
 TAG_RUN_KEY = "headway.run_key"
 TAG_CHANGED = "headway.changed"
+TAG_REVISION = "headway.revision"
+TAG_AMEND = "headway.amend."
+"""And the number of the revision: what was amended, and from which step on."""
+TAG_TABLES = "mlflow.loggedArtifacts"
+"""Names the artifacts that MLflow's pages show as tables."""
+TABLES = "validations"
+SHOWN_TABLES = 50
+"""The newest ones in that tag, whose length is limited; all of them are artifacts."""
 BATCH_METRICS = 1000
 """MLflow takes at most this many metrics in one call."""
 BATCH_PARAMS = 100
@@ -75,21 +85,33 @@ class _Source:
 def _sources(run: RunDir) -> tuple[_Source, ...]:
     def record(k: int) -> tuple[dict[str, float], int]:
         stored = read_record(run, k)
-        return stored.metrics, stored.ts_us
+        return _tracked(stored.metrics), stored.ts_us
 
     def observation(k: int) -> tuple[dict[str, float], int]:
         stored = read_observation(run, k)
-        return stored.metrics, stored.ts_us
+        return _tracked(stored.metrics), stored.ts_us
 
     def validation(k: int) -> tuple[dict[str, float], int]:
         stored = read_json(run.validation(k))
-        return validation_metrics(stored), int(stored["ts_us"])
+        return _tracked(validation_metrics(stored)), int(stored["ts_us"])
 
     return (
-        _Source(names("learner")[0], lambda: recorded_steps(run), record),
-        _Source(names("owner")[0], lambda: observed_steps(run), observation),
+        _Source(tracked_names("learner")[0], lambda: recorded_steps(run), record),
+        _Source(tracked_names("owner")[0], lambda: observed_steps(run), observation),
         _Source(None, lambda: [k for k, _ in numbered(run.validations, r"step-(\d{9})\.json")], validation),
     )
+
+
+def _tracked(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if is_tracked(name)}
+
+
+def amendments(run: RunDir) -> dict[str, str]:
+    """Tags of an amended run: `{"headway.revision": "1", "headway.amend.1": '{"from_step": 60, "total_steps": [60,
+    120]}'}`; none for one that never was."""
+    made = revisions(run)
+    tags = {f"{TAG_AMEND}{one.revision}": json.dumps({"from_step": one.from_step, **one.changed}) for one in made}
+    return {**tags, TAG_REVISION: str(made[-1].revision)} if made else {}
 
 
 class _Mirror:
@@ -111,6 +133,7 @@ class _Mirror:
         self._client.update_run(self.run_id, status="RUNNING")
         self._describe(found)
         self._sources = {source: self._replayed(source) for source in _sources(run)}
+        self._tables = self._stored_tables()
 
     def replay(self) -> None:
         """Everything that is committed and not in MLflow goes there, oldest first, in as few calls as may be."""
@@ -129,6 +152,27 @@ class _Mirror:
                 batch += [Metric(name, value, ts_us // 1000, k) for name, value in metrics.items()]
                 marks.append((done, k))
         self._send(batch, marks)
+        self._put_tables()
+
+    def _put_tables(self) -> None:
+        """Answers of the validations as tables of MLflow: `validations/step-<k>.json`. Each is written whole, so that
+        once more changes nothing (MLflow's own `log_table` would append)."""
+        there = dict(numbered(self._run.validations, r"step-(\d{9})\.table\.json"))
+        new = [k for k in there if k not in self._tables and self._run.validation(k).exists()]
+        for k in new:
+            rows = read_json(there[k])["rows"]
+            table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+            self._client.log_dict(self.run_id, table, f"{TABLES}/step-{k:09d}.json")
+            self._tables.add(k)
+        if new:
+            shown = [{"path": f"{TABLES}/step-{k:09d}.json", "type": "table"} for k in sorted(self._tables)]
+            self._client.set_tag(self.run_id, TAG_TABLES, json.dumps(shown[-SHOWN_TABLES:]))
+
+    def _stored_tables(self) -> set[int]:
+        """Steps whose table MLflow has for certain: the last one is written again, it may have been cut."""
+        names = [Path(artifact.path).name for artifact in self._client.list_artifacts(self.run_id, TABLES)]
+        stored = [int(found.group(1)) for name in names if (found := re.fullmatch(r"step-(\d{9})\.json", name))]
+        return set(sorted(stored)[:-1])
 
     def _send(self, batch: list[Metric], marks: list[tuple[set[int], int]]) -> None:
         if batch:
@@ -183,13 +227,13 @@ class _Mirror:
                                        run_name=self._tags[TAG_RUN_KEY])
 
     def _describe(self, found: Run) -> None:
-        """Params once, as at the first start; what a later start changed goes into a tag, since params are final."""
+        """Params once, as at the first start; what a later start changed goes into tags, since params are final."""
         from mlflow.entities import Param, RunTag
 
         settings = resolved(self._config)
         params, stored = flatten(settings), found.data.params
         changed = {key: value for key, value in params.items() if key in stored and stored[key] != value}
-        tags = {**self._tags, TAG_CHANGED: json.dumps(changed)} if changed else self._tags
+        tags = {**self._tags, **amendments(self._run), **({TAG_CHANGED: json.dumps(changed)} if changed else {})}
         missing = [Param(key, value) for key, value in params.items() if key not in stored]
         for lo in range(0, len(missing), BATCH_PARAMS):
             self._client.log_batch(self.run_id, params=missing[lo:lo + BATCH_PARAMS])
@@ -208,7 +252,8 @@ class _Mirror:
 class Tracker:
     """Tracks one run on a thread of its own. Nothing here blocks, except `flush` and `finish` up to their deadline.
 
-    Consumes: committed records, observations and validations. Waits for: `wake`, or POLL_S. Unblocked by: a new file.
+    Consumes: committed records, observations, validations and their tables. Waits for: `wake`, or POLL_S. Unblocked by:
+    a new file.
 
         tracker = Tracker(run, config, destination(config, home), run_uuid="...", run_key="nightly", tags={})
         tracker.start()                     # once the process has done its own heavy imports

@@ -91,6 +91,14 @@ def validate_unfinished(session: Session) -> None:
             _submit(session, version)
 
 
+def validate_newest(session: Session) -> None:
+    """`validation.only`: the newest weights, unless they have been validated, and what an earlier start left."""
+    with session.progress.stage("validation"):
+        validate_unfinished(session)
+        validate_beside(session, session.first_step)
+        wait_for_validations(session)
+
+
 def wait_for_validations(session: Session) -> None:
     """Wait for all of them; the first error is raised."""
     _wait(session, 0)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.config import Config
@@ -78,6 +80,7 @@ def rows_of(groups: Sequence[TrajectoryGroup], mine: Sequence[bool] | None = Non
         reward_N=np.array([t.score.reward for _, t in answers], np.float32),
         length_N=np.array([len(t.token_ids_L) for _, t in answers], np.int32),
         finish_N=np.array([t.finish_reason == "length" for _, t in answers], np.int8), mine_N=mine_N,
+        parts={}, sources=("sort",), source_G=np.zeros(len(groups), np.int32),
         offsets=np.cumsum([0, *(len(t.token_ids_L) for t in own)]).astype(np.int32),
         response_ids=flat([t.token_ids_L for t in own], np.int32),
         loss_mask=flat([t.loss_mask_L for t in own], np.uint8),
@@ -153,3 +156,35 @@ def meet_late(rank: int, rendezvous: str, late_s: float) -> None:
     ranks.barrier()
     assert ranks.sum([rank + 1.0]) == [3.0]
     ranks.close()
+
+
+class LiveLogits(TorchDispatchMode):
+    """Watches every tensor that is as wide as the vocabulary while it is entered: in the forward and the backward pass,
+    in the head, in the loss, in what autograd keeps. Views count once, by their storage."""
+
+    def __init__(self, head: Tensor) -> None:
+        """`head`: the weight [vocabulary, hidden], whose transpose and its gradient are not counted."""
+        super().__init__()
+        self.widest = 0
+        """Most rows of one such tensor."""
+        self.peak = 0
+        """Most rows of all of them that were alive at one moment."""
+        self._vocabulary, self._hidden = head.shape
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in (out if isinstance(out, tuple | list) else (out,)):
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[-1] == self._vocabulary:
+                self._see(tensor)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        rows = tensor.numel() // self._vocabulary
+        if tensor.shape == (self._hidden, self._vocabulary):
+            return
+        self.widest = max(self.widest, rows)
+        self._alive = {key: (ref, n) for key, (ref, n) in self._alive.items() if not ref.expired()}
+        ref = StorageWeakRef(tensor.untyped_storage())
+        self._alive[ref.cdata] = (ref, max(rows, self._alive.get(ref.cdata, (ref, 0))[1]))
+        self.peak = max(self.peak, sum(n for _, n in self._alive.values()))

@@ -18,6 +18,7 @@ from rl_core.experience.audit_facts import Facts, Place, Row, ranges, read_facts
 from rl_core.experience.ledger import CONSUMER
 from rl_core.experience.shards import shard_key
 from rl_core.records import recorded_steps
+from rl_core.revisions import read_config
 from rl_core.run_dir import RunDir, owner_is_alive
 from rl_core.types import Claim, ClaimedGroup, group_id, parse_group_id
 
@@ -64,6 +65,7 @@ def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = Non
     """
     facts = read_facts(run, consumer)
     claimed = _check_claims(facts)
+    _check_revisions(run, facts)
     _check_tries(facts)
     _check_dropped(facts)
     rows = _row_states(facts, claimed)
@@ -119,6 +121,28 @@ def _check_group(claim: Claim, group: ClaimedGroup, key: str, row: Row | None, f
     if claim.shard_digests.get(key) != facts.digests[key]:
         return [f"claim {claim.step}: the digest of shard {key} is not the one that was claimed"]
     return []
+
+
+def _check_revisions(run: RunDir, facts: Facts) -> None:
+    """Config revisions never fall from claim to claim, each that a claim names is there and judged it, and none claims
+    behind the end that was recorded for it."""
+    before, rules = 0, dict[int, tuple[str, int, str]]()
+    for claim in facts.claims:
+        here, stored = f"claim {claim.step} is of revision {claim.revision}", run.settings(claim.revision)
+        if claim.revision < before:
+            facts.violations.append(f"{here}, the one before it of revision {before}")
+        before = claim.revision
+        if claim.revision not in rules and stored.exists():
+            staleness = read_config(stored).staleness
+            rules[claim.revision] = (str(staleness.bound), staleness.effective_hard_max, staleness.policy)
+        elif claim.revision not in rules and claim.revision:
+            facts.violations.append(f"{here}, which is not there")
+        judged = (claim.eta, claim.hard_max, claim.policy)
+        if (rule := rules.get(claim.revision, judged)) != judged:
+            facts.violations.append(f"{here}, whose bound, hard_max and policy are {rule}, not {judged}")
+        end = facts.ends.get(claim.revision)
+        if end is not None and end is not facts.end and claim.step >= end.step:
+            facts.violations.append(f"{here}, which ended at step {end.step}")
 
 
 def _check_tries(facts: Facts) -> None:

@@ -21,7 +21,7 @@ from rl_core.experience.ledger import (
 )
 from rl_core.experience.outcomes import outcome_ids, read_outcome
 from rl_core.experience.shards import map_shard, shard_key, verify_shard
-from rl_core.run_dir import RunDir, read_json
+from rl_core.run_dir import RunDir, numbered, read_json
 from rl_core.types import Claim, Drop, Outcome
 
 Place = tuple[int, int]
@@ -44,6 +44,9 @@ class Facts:
     """All that the files of one run say about groups, and in `violations` what cannot be."""
 
     end: EndOfData | None
+    """Of the current revision."""
+    ends: dict[int, EndOfData] = field(default_factory=dict[int, EndOfData])
+    """By config revision: an amended run goes on behind the end of the revision before."""
     claims: list[Claim] = field(default_factory=list[Claim])
     voided: set[int] = field(default_factory=set[int])
     rows: list[Row] = field(default_factory=list[Row])
@@ -66,9 +69,14 @@ class Facts:
 
 def read_facts(run: RunDir, consumer: str = CONSUMER) -> Facts:
     """A live run writes meanwhile. What follows from something is read after it, so that nothing seems to be missing:
-    rows after the claims that name them, the ends of tries after the rows of later tries."""
-    facts = Facts(end=read_end(run, 0, consumer))
+    claims after the ends and revisions before them, rows after the claims that name them, the ends of tries after the
+    rows of later tries."""
+    newest = max((r for r, _ in numbered(run.revisions, r"rev-(\d{6})\.json")), default=0)
+    ends = {r: end for r in range(newest + 1) if (end := read_end(run, r, consumer)) is not None}
+    facts = Facts(end=ends.get(newest), ends=ends)
     _read_claims(run, facts, consumer)
+    if any(claim.revision > newest for claim in facts.claims) and run.settings(newest + 1).exists():
+        facts.end = None  # amended meanwhile: it goes on
     files = drop_files(run, consumer)
     for path in files:
         _add_drops(facts, path.name, read_drops(path))

@@ -11,6 +11,7 @@ Whoever changes something notifies `changed`; whoever waits, waits on it:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Experience:
         self._idx_of_version: dict[int, int] = {}
         self._hold: tuple[int, float] | None = None
         self._reserve = RESERVE_BYTES
+        self._sampled = (0.0, 0)
 
     @property
     def next_step(self) -> int:
@@ -103,6 +105,10 @@ class Experience:
                 if (info := self.discovery.read(ref)) is not None:
                     with self.changed:
                         self._known.add_shard(info)
+                        if self._listed:  # what a start finds was sampled before it
+                            total, answers = self._sampled
+                            self._sampled = (total + float(info.reward_mean @ info.n_responses),
+                                             answers + int(info.n_responses.sum()))
                         self._settle()
             if full:
                 self._reserve = reserve_bytes(self.run)
@@ -402,6 +408,12 @@ class Experience:
     def F(self) -> int:
         """Groups in flight."""
         return len(self.leases)
+
+    def take_sampled(self) -> float:
+        """Mean reward of the answers found since this was last asked, trained or not; NaN where there are none."""
+        with self.changed:
+            (total, answers), self._sampled = self._sampled, (0.0, 0)
+            return total / answers if answers else math.nan
 
     def admission(self, served_idx: int) -> AdmissionState:
         """The state behind the capacity of a worker that serves this publication index."""

@@ -73,6 +73,26 @@ class ClaimFacts:
             parts.append(values)
         return np.concatenate(parts)[self.response_N]
 
+    def texts(self, name: str) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+        """A column of texts of which few differ: (the texts, sorted; number of each group's text)."""
+        texts: list[str] = [text for batch in self._batches for text in batch.column(name).to_pylist()]
+        mine: list[str] = [texts[int(row)] for row in self.row_G]
+        different = tuple(sorted(set(mine)))
+        place = {text: i for i, text in enumerate(different)}
+        return different, np.array([place[text] for text in mine], np.int32)
+
+    def parts(self) -> dict[str, NDArray[np.float32]]:
+        """Reward parts by name, one entry per trajectory; NaN where a shard has no such part."""
+        columns = [batch.column("reward_parts") for batch in self._batches]
+        names = sorted({child.name for column in columns for child in column.type})
+        sizes = [len(batch.column("reward").values) for batch in self._batches]
+        found: dict[str, NDArray[np.float32]] = {}
+        for name in names:
+            values = [list_values(column.field(name))[1] if column.type.get_field_index(name) >= 0
+                      else np.full(size, np.nan, np.float32) for column, size in zip(columns, sizes, strict=True)]
+            found[name] = np.concatenate(values)[self.response_N]
+        return found
+
     def prompts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(prompt ids of all groups of the claim, flat; their offsets [groups + 1])."""
         columns = [list_values(batch.column("prompt_ids")) for batch in self._batches]

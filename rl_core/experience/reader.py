@@ -58,6 +58,12 @@ class ClaimRows:
     """Response tokens."""
     finish_N: NDArray[np.int8]
     """FINISH_CODES: 0 stop, 1 length, 2 environment end."""
+    parts: dict[str, NDArray[np.float32]]
+    """Reward parts by name, one entry per trajectory; NaN where an answer has no such part."""
+    sources: tuple[str, ...]
+    """Data sources of the claim, sorted."""
+    source_G: NDArray[np.int32]
+    """Number of each group's source in `sources`."""
     mine_N: NDArray[np.bool_]
     """This rank's trajectories; every trajectory belongs to exactly one rank."""
     offsets: NDArray[np.int32]
@@ -153,6 +159,7 @@ def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], r
     mine_N = split_by_length(facts.length_N + (prompt_offsets[1:] - prompt_offsets[:-1])[group_N], ranks) == rank
     offsets = starts_of(facts.length_N[mine_N]).astype(np.int32)
     version, run_tokens = facts.runs(mine_N)
+    sources, source_G = facts.texts("data_source")
     idx = staging.take("version_idx", int(offsets[-1]), np.int32)
     fill_runs(_idx_of(version, versions, claim), run_tokens, idx)
     return ClaimRows(
@@ -161,8 +168,9 @@ def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], r
         idx_min_G=facts.by_group("idx_min"), idx_max_G=facts.by_group("idx_max"),
         temperature_G=facts.by_group("sampling", "temperature"), group_N=group_N, reward_N=facts.by_response("reward"),
         correct_N=facts.correct(), length_N=facts.length_N, finish_N=facts.by_response("finish_reason"), mine_N=mine_N,
-        offsets=offsets, version_idx=idx, **copy_tokens(token_views(batches), facts.shard_N[mine_N],
-                                                        facts.begin_N[mine_N], facts.length_N[mine_N], staging))
+        parts=facts.parts(), sources=sources, source_G=source_G, offsets=offsets, version_idx=idx,
+        **copy_tokens(token_views(batches), facts.shard_N[mine_N], facts.begin_N[mine_N], facts.length_N[mine_N],
+                      staging))
 
 
 def token_views(batches: Sequence[pa.RecordBatch]) -> dict[str, list[NDArray[Any]]]:

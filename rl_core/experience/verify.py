@@ -148,7 +148,7 @@ def verified_batch(path: Path) -> tuple[pa.RecordBatch, dict[str, str], str]:
     if bad or stored.keys() != found.keys():
         raise ShardCorrupt(f"{path}: xxh3 of {bad or sorted(stored.keys() ^ found.keys())} does not match: the data "
                            "has changed since it was written")
-    _check_shapes(path, batch, meta)
+    check_shapes(path, batch, meta)
     return batch, meta, digest_of_digests(found.items())
 
 
@@ -169,8 +169,10 @@ def _sealed(meta: Mapping[str, str]) -> bool:
     return meta.get(SEAL) == digest_of_digests(rest)
 
 
-def _check_shapes(path: Path, batch: pa.RecordBatch, meta: Mapping[str, str]) -> None:
+def check_shapes(path: Path, batch: pa.RecordBatch, meta: Mapping[str, str]) -> None:
     """The name in the file is the file's name, and offsets agree: what digests cannot say of a file copied or misbuilt.
+
+    Raises ShardCorrupt.
     """
     name = shard_key(path.parent.name, int(path.stem)) if path.stem.isdigit() else str(path)
     if (claimed := shard_key(meta["rl.stream"], int(meta["rl.seq"]))) != name:

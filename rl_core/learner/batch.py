@@ -10,7 +10,7 @@ each of this rank's trajectories in the child. Stages add columns and declare wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
@@ -102,12 +102,19 @@ def mask_by_age(batch: TensorDict, *, idx: int, limit: int) -> int:
 
 
 @reads("version", "cu_seqlens", "prompt_length")
-def mark_tokens(batch: TensorDict, *, step: int, publish_every: int, updates_per_step: int) -> None:
+def mark_tokens(batch: TensorDict, *, step: int, publish_every: int, updates_per_step: int | Sequence[int]) -> None:
     """Adds `lag` (int64: optimizer updates between the weights that sampled a token and those at the start of the step)
-    and `swapped` (bool: the token lies behind a weight swap inside its answer). `[T]`, meaningful on answer tokens."""
+    and `swapped` (bool: the token lies behind a weight swap inside its answer). `[T]`, meaningful on answer tokens.
+
+    `updates_per_step`: of every step before this one, or of each, newest first, back to the oldest version."""
     version, cu = column(batch, "version"), column(batch, "cu_seqlens")
     first_M = version[cu[:-1] + column(batch, "prompt_length")]
-    batch["lag"] = (step - version * publish_every).clamp(min=0) * updates_per_step
+    behind = (step - version * publish_every).clamp(min=0)
+    if isinstance(updates_per_step, int):
+        batch["lag"] = behind * updates_per_step
+    else:
+        made = np.cumsum([0, *updates_per_step], dtype=np.int64)  # in the last 0, 1, 2, ... steps
+        batch["lag"] = to_tensor(made)[behind.clamp(max=len(made) - 1)]
     batch["swapped"] = version > first_M.repeat_interleave(cu.diff())
 
 

@@ -33,19 +33,23 @@ from rl_core.errors import WeightsDamaged
 from rl_core.experience.ledger import claim_digest, claimed_steps, read_claim
 from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
 from rl_core.learner import batch as stages
+from rl_core.learner.flops import claim_places, measured_peak, step_flops
 from rl_core.learner.ranks import Ranks
 from rl_core.learner.state import TrainState
 from rl_core.learner.step import StepPlan, StepResult, check_combination, training_step
 from rl_core.learner.step_metrics import (
     FIRST_STEPS,
     TokenFacts,
+    by_source,
     experience_metrics,
     mismatch_bound,
+    part_means,
     token_metrics,
     update_metrics,
 )
-from rl_core.metrics import IntervalLedger, utilization
+from rl_core.metrics import IntervalLedger, part_metrics, utilization
 from rl_core.records import put_record, read_record, recorded_steps
+from rl_core.revisions import config_of, trained_by
 from rl_core.run_dir import RunDir, check_attempt, newest_attempt
 from rl_core.schedules import is_scheduled_publication, last_scheduled, learning_rate
 from rl_core.types import Claim, StepRecord, WeightVersion
@@ -99,17 +103,24 @@ class After:
 class Learner:
     """One rank of the learner group. `Learner(root=..., config=..., attempt=1, rank=0, ranks=1, rendezvous="")`.
 
+    `config` holds the settings of config revision `revision`, the run's current one. A step is trained by those of its
+    claim's revision: of `config` it then has what is no training field (`trained_by`).
+
     Calls from several threads run one after the other, `status` at any time. Raises ConfigError for settings that make
     no sense together.
     """
 
-    def __init__(self, *, root: str, config: Config, attempt: int, rank: int, ranks: int, rendezvous: str) -> None:
+    def __init__(self, *, root: str, config: Config, attempt: int, rank: int, ranks: int, rendezvous: str,
+                 revision: int = 0) -> None:
         check_combination(config.learner)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums on CUDA; read at its start
         torch.use_deterministic_algorithms(True)
         cast(Any, torch.utils).deterministic.fill_uninitialized_memory = False  # none is read before it is written
         self._run = RunDir(Path(root))
         self._config, self._attempt = config, attempt
+        self._configs = {revision: config}
+        self._revisions: dict[int, int] = {}
+        """Config revision by claimed step, as far as they were asked for."""
         device = torch.device(config.learner.device, rank % max(1, torch.cuda.device_count())
                               ) if config.learner.device == "cuda" else torch.device("cpu")
         self._ranks = Ranks(rank=rank, ranks=ranks, rendezvous=rendezvous, device=device,
@@ -199,7 +210,7 @@ class Learner:
                         skipped_in_a_row=state.skipped_in_a_row),
                     parameters=weights, optimizer=optimizer,
                     version=None if self._scheduled.step == self._next else self._scheduled.tensors,
-                    attempt=self._attempt, keep=self._config.checkpoint.keep, fsync=self._config.storage.fsync)
+                    attempt=self._attempt, settings=self._config.checkpoint, fsync=self._config.storage.fsync)
             self._ranks.barrier()
             return self._next
 
@@ -233,12 +244,13 @@ class Learner:
         claim, self._revision = trained.claim, trained.claim.revision
         if self._ranks.rank:
             return None
-        metrics = self._metrics(trained, after.changed, time.monotonic() - begin)
         seconds = trained.seconds | {"publish": time.monotonic() - before_publication}
+        metrics = self._metrics(trained, after.changed, seconds, time.monotonic() - begin)
         record = put_record(self._run, StepRecord(
             step=step, idx=claim.idx, attempt=self._attempt, claim_digest=claim_digest(claim),
             weights_digest=after.digest, metrics=metrics, env=environment(self._config, self._ranks.ranks),
-            published=after.published, revision=claim.revision, seconds=seconds, ts_us=time.time_ns() // 1000))
+            published=after.published, revision=claim.revision, seconds=seconds, ts_us=time.time_ns() // 1000,
+            by_source=by_source(trained.rows), parts=part_means(trained.rows)))
         if step < FIRST_STEPS:
             self._first_mismatch[step] = record.metrics["train/mismatch_current_abs"]
         return record
@@ -256,12 +268,12 @@ class Learner:
         """Read the claim and update the state with it. Writes nothing: state is the fold of this over the claims."""
         state, begin = self._loaded(), time.monotonic()
         claim = read_claim(self._run, step)
-        config = self._config
+        config = self._config_of(claim.revision)
         rows = read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
                                versions=learn_versions(self._run, self._versions), staging=self._staging)
         read = time.monotonic()
         batch = stages.assemble(rows)
-        facts = self._stages(batch, claim, config)
+        facts = self._stages(batch, claim, config, int(rows.idx_min_G.min(initial=claim.idx)))
         built = time.monotonic()
         result = training_step(state.policy, state.optimizer, self._ranks, batch, self._plan(claim, config))
         state.skipped_in_a_row = result.skipped_in_a_row
@@ -270,6 +282,24 @@ class Learner:
         self._updated_s = result.updated_s
         return Trained(claim, rows, result, facts, config, seconds)
 
+    def _config_of(self, revision: int) -> Config:
+        """What a step whose claim was made under this revision is trained by."""
+        if revision not in self._configs:
+            self._configs[revision] = trained_by(config_of(self._run, revision), self._config)
+        return self._configs[revision]
+
+    def _updates_per_step(self, claim: Claim, oldest_idx: int) -> int | list[int]:
+        """Optimizer updates of every step before the claim's, or of each of them, newest first, back to the one behind
+        publication `oldest_idx`: steps of another revision may have made more or fewer."""
+        if claim.revision == 0:  # revisions never fall: all before are of revision 0, too
+            return self._config_of(0).updates_per_step
+        made: list[int] = []
+        for step in range(claim.step - 1, oldest_idx * self._config.publish_every - 1, -1):
+            if step not in self._revisions:
+                self._revisions[step] = read_claim(self._run, step).revision
+            made.append(self._config_of(self._revisions[step]).updates_per_step)
+        return made
+
     def _plan(self, claim: Claim, config: Config) -> StepPlan:
         return StepPlan(step=claim.step, idx=claim.idx, learning_rate=learning_rate(claim.step, config),
                         groups=len(claim.groups), minibatch_groups=config.minibatch_groups,
@@ -277,10 +307,10 @@ class Learner:
                         skipped_in_a_row=self._loaded().skipped_in_a_row,
                         max_skipped=config.failure.max_skipped_updates)
 
-    def _stages(self, batch: Any, claim: Claim, config: Config) -> TokenFacts:
+    def _stages(self, batch: Any, claim: Claim, config: Config, oldest_idx: int) -> TokenFacts:
         """Masks and advantages, in place; returns what all ranks saw."""
         stages.mark_tokens(batch, step=claim.step, publish_every=config.publish_every,
-                           updates_per_step=config.updates_per_step)
+                           updates_per_step=self._updates_per_step(claim, oldest_idx))
         sampled_T = stages.column(batch, "loss_mask")
         lag_T = stages.column(batch, "lag")[sampled_T]
         swapped_M = torch.segment_reduce(stages.column(batch, "swapped").float(), "max",
@@ -310,8 +340,8 @@ class Learner:
             changed = self._changed(before, weights)
             return After(digest, self._publish(weights), changed)
 
-    def _metrics(self, trained: Trained, changed: float, seconds: float) -> dict[str, float]:
-        """All of `names("learner")`. Time and utilization count from the record before."""
+    def _metrics(self, trained: Trained, changed: float, seconds: dict[str, float], step_s: float) -> dict[str, float]:
+        """All of `names("learner")`, and the reward parts. Time and utilization count from the record before."""
         now, at = self._ledger.seconds(), time.monotonic()
         before, since = self._reading, at - self._read_at
         self._reading, self._read_at = now, at
@@ -321,9 +351,22 @@ class Learner:
         return {
             **experience_metrics(rows, trained.claim), **token_metrics(trained.facts, len(rows.reward_N)),
             **update_metrics(trained.result, learning_rate(trained.claim.step, trained.config), bound),
-            **utilization("learner", before, now), "weights/changed": changed, "system/step_s": seconds,
-            "system/update_s": trained.seconds["update"], "system/samples_per_s": len(rows.reward_N) / since,
-            "system/tokens_per_s": float(rows.length_N.sum()) / since}
+            **utilization("learner", before, now), **part_metrics(part_means(rows)), "weights/changed": changed,
+            "system/step_s": step_s, "system/waiting_s": now["waiting"] - before["waiting"],
+            "system/proximal_s": trained.result.proximal_s,
+            "system/update_s": trained.result.updated_s - trained.result.first_forward_s - trained.result.proximal_s,
+            "system/publish_s": seconds["publish"], "system/samples_per_s": len(rows.reward_N) / since,
+            "system/tokens_per_s": float(rows.length_N.sum()) / since, "system/mfu": self._mfu(trained)}
+
+    def _mfu(self, trained: Trained) -> float:
+        """Share of the ranks' peak that the model FLOPs of this step's passes are; NaN where one is unknown."""
+        size, result, learner = self._loaded().size, trained.result, trained.config.learner
+        if size is None or result.updates == 0:
+            return NAN
+        peak = measured_peak(self._ranks.device.type, learner.dtype, learner.threads) \
+            if learner.peak_tflops is None else learner.peak_tflops * 1e12
+        flops = step_flops(size, *claim_places(trained.rows), passes=learner.passes, proximal=result.proximal_s > 0)
+        return flops / ((result.updated_s - result.first_forward_s) * peak * self._ranks.ranks)
 
     # -- state and weights
 
@@ -392,13 +435,17 @@ class Learner:
         return NAN if tensors is None else changed_share(tensors, {k: w.cpu() for k, w in weights.items()}, dtype)
 
 
-def fold_claims(root: str, config: Config, steps: int | None = None) -> str:
+def fold_claims(root: str, config: Config | None = None, steps: int | None = None) -> str:
     """Digest of the weights after the initial model was folded over the run's claims, in one process, writing nothing.
 
-    `steps`: how many; by default every recorded step, or every claim of a run without records. Equal to the last
-    record's weights digest exactly if each claim took effect once, in order, whatever was killed and restarted.
+    Each by the settings of its config revision. `config`: those of revision 0, with the threads and the device to fold
+    on; None: as they are stored. `steps`: how many; by default every recorded step, or every claim of a run without
+    records. Equal to the last record's weights digest exactly if each claim took effect once, in order, whatever was
+    killed, restarted and amended.
     """
     run = RunDir(Path(root))
     recorded = recorded_steps(run)
     until = steps if steps is not None else recorded[-1] + 1 if recorded else len(claimed_steps(run))
-    return Learner(root=root, config=config, attempt=newest_attempt(run), rank=0, ranks=1, rendezvous="").fold(until)
+    learner = Learner(root=root, config=config_of(run, 0) if config is None else config, attempt=newest_attempt(run),
+                      rank=0, ranks=1, rendezvous="")
+    return learner.fold(until)

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from rl_core.config import Config, LearnerConfig
 from rl_core.errors import CheckpointDamaged
+from rl_core.learner.flops import model_size
 from rl_core.learner.policy import Policy, load_policy
 from rl_core.learner.ranks import Ranks, assign, like, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = "step"
+DECAYS = "decays"
+"""Mark of the parameter group that weight decay applies to."""
 
 
 class TrainState:
@@ -28,6 +31,8 @@ class TrainState:
         dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
         self.policy: Policy = load_policy(directory, logits_chunk=learner.logits_chunk, dtype=dtype,
                                           device=ranks.device)
+        self.size = model_size(self.policy.model)
+        """None where model FLOPs cannot be counted."""
         if parameters is not None:
             self._load_parameters(parameters)
         ranks.shard(self.policy)
@@ -65,9 +70,17 @@ class TrainState:
 
 
 def make_optimizer(policy: Policy, learner: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, not on norms and biases. The learning rate is set by every step."""
+    """AdamW; weight decay on matrices only, not on norms and biases. Every step sets its numbers (set_optimizer)."""
     parameters = list(policy.weights().values())
-    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": learner.weight_decay},
-              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": learner.weight_decay, DECAYS: True},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, DECAYS: False}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=learner.lr, betas=learner.betas,
                              eps=learner.adam_eps, fused=True)
+
+
+def set_optimizer(optimizer: torch.optim.Optimizer, learner: LearnerConfig, learning_rate: float) -> None:
+    """What the updates of one step are made with: all of it may differ from what the step before was made with."""
+    for group in optimizer.param_groups:
+        group |= {"lr": learning_rate, "betas": learner.betas, "eps": learner.adam_eps}
+        if group.get(DECAYS, False):
+            group["weight_decay"] = learner.weight_decay

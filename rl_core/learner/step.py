@@ -28,6 +28,7 @@ from rl_core.learner.losses import Denominators, aggregate, ppo_clip
 from rl_core.learner.packing import Pack, micro_batches, pack
 from rl_core.learner.policy import PackInputs, Policy
 from rl_core.learner.ranks import Ranks, gradient_norm, to_list
+from rl_core.learner.state import set_optimizer
 from rl_core.learner.sums import MAXIMA, TOTALS, Sums, anchor_sums, update_sums
 
 DECOUPLED_CAP = 5.0
@@ -89,6 +90,8 @@ class StepResult:
     """Proximal log-probs are the learner's own, not the log-linear approximation."""
     first_forward_s: float
     """Monotonic seconds when the first forward began."""
+    proximal_s: float
+    """Seconds of the pass for the proximal log-probs; 0 where none was made."""
     updated_s: float
     """Monotonic seconds when the last update was made."""
 
@@ -134,6 +137,9 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
     first_forward_s = time.monotonic()
     if needs_proximal_pass(plan.learner, updates):
         run.proximal_pass(minibatches)
+        proximal_s = time.monotonic() - first_forward_s
+    else:
+        proximal_s = 0.0
     for _ in range(plan.learner.passes):
         for minibatch in minibatches:
             run.update(minibatch)
@@ -144,7 +150,8 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
         totals=dict(zip(TOTALS, totals, strict=True)),
         largest=dict(zip(MAXIMA, largest, strict=True)), losses=tuple(run.losses), gradient_norms=tuple(run.norms),
         updates=updates, skipped=run.skipped, skipped_in_a_row=run.skipped_in_a_row,
-        recomputed=plan.learner.loss.proximal == "recompute", first_forward_s=first_forward_s, updated_s=updated_s)
+        recomputed=plan.learner.loss.proximal == "recompute", first_forward_s=first_forward_s, updated_s=updated_s,
+        proximal_s=proximal_s)
 
 
 def _stack(values: dict[str, Tensor], names: tuple[str, ...], absent: float) -> Tensor:
@@ -219,8 +226,7 @@ class _Run:
         self.skipped = 0
         self.skipped_in_a_row = plan.skipped_in_a_row
         self.first = True
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = plan.learning_rate
+        set_optimizer(optimizer, plan.learner, plan.learning_rate)
 
     @torch.no_grad()
     def proximal_pass(self, minibatches: list[Minibatch]) -> None:

@@ -68,6 +68,23 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
     }
 
 
+def part_means(rows: ClaimRows) -> dict[str, float]:
+    """Mean of every reward part over the answers that have it, by its name."""
+    return {name: mean(values[np.isfinite(values)]) for name, values in rows.parts.items()}
+
+
+def by_source(rows: ClaimRows) -> dict[str, dict[str, float]]:
+    """What the claim's answers were worth, data source by data source (`StepRecord.by_source`)."""
+    source_N = rows.source_G[rows.group_N]
+    found: dict[str, dict[str, float]] = {}
+    for number, source in enumerate(rows.sources):
+        mine_N = source_N == number
+        known_N = mine_N & np.isfinite(rows.correct_N)
+        found[source] = {"n": int(mine_N.sum()), "reward_mean": mean(rows.reward_N[mine_N]),
+                         "correct": mean(rows.correct_N[known_N]), "length_mean": mean(rows.length_N[mine_N])}
+    return found
+
+
 def token_metrics(facts: TokenFacts, answers: int) -> dict[str, float]:
     """Loss tokens, masks and update lag of the claim; `answers` is the number of its trajectories."""
     return {"train/loss_tokens": facts.loss, "staleness/masked_tokens": facts.masked_by_age,

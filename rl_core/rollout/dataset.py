@@ -1,158 +1,188 @@
-"""Rows of a data set: the procedural task `sort`, or a JSONL file with `prompt` and `answer` on each line.
+"""The data set of a run: its sources by name, as tables whose rows are numbered through (data.md section 1).
 
-A prompt is a text (one user message), a chat (`[{"role": "user", "content": "..."}]`), or a list of token ids. A row
-that cannot be used is refused with file and line.
+A source is a file (data_files.py, data_parquet.py), a data set of the Hugging Face hub, or a task whose rows are made.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from rl_core.config import Config
-from rl_core.errors import DataError
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from rl_core.config import Config, DataSource
+from rl_core.errors import ConfigError, DataError
+from rl_core.hub import PREFIX, HubId, fetch, hub_id
+from rl_core.rollout.data_files import read_file, table_of
+from rl_core.rollout.data_rows import Keys, Row, keys_of
+from rl_core.rollout.data_tables import Place, Table
 from rl_core.rollout.environments.sort import held_out_rows, sort_rows
 
-ROLES = ("system", "user", "assistant", "tool")
 SORT = "sort"
-
-Message = dict[str, str]
-Text = str | list[Message] | list[int]
+TASK = "reasoning_gym:"
+CONVERTED = "refs/convert/parquet"
+"""Branch of a data set's repository that holds the hub's own conversion to Parquet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One row before tokenisation. `where` is `file:line`, for errors."""
+class Source:
+    """One entry of data.train or data.validation: `Source(path="a.parquet", weight=2.0, tables=(...,))`."""
 
-    prompt: Text
-    answer: str
-    data_source: str
-    where: str
-    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    path: str
+    weight: float
+    tables: tuple[Table, ...]
+    """More than one for a data set of the hub that has several files."""
 
-
-def training_rows(config: Config, cwd: Path = Path()) -> list[Row]:
-    """The rows of `data.train` in file order; a relative path starts at `cwd`. Raises DataError naming the line."""
-    if config.data.train == SORT:
-        held_out = {row["prompt"] for row in held_out_rows(config.data.validation_size)}
-        return _sort(sort_rows(config.data.size, config.seed, held_out), "data.train")
-    return read_jsonl(cwd / Path(config.data.train).expanduser(), needs_answer=config.reward == "exact")
+    def __len__(self) -> int:
+        return sum(map(len, self.tables))
 
 
-def validation_rows(config: Config, cwd: Path = Path()) -> list[Row]:
-    """The first `data.validation_size` held-out rows; none if there is no validation. As `training_rows` otherwise."""
-    source = config.data.validation
-    if source is None:
-        return []
-    if source == SORT:
-        return _sort(held_out_rows(config.data.validation_size), "data.validation")
-    rows = read_jsonl(cwd / Path(source).expanduser(), needs_answer=config.reward == "exact")
-    return rows[: config.data.validation_size]
+class Dataset:
+    """Rows of all sources, numbered from 0 in their order."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self.tables = [table for source in sources for table in source.tables]
+        self.starts = np.concatenate([[0], np.cumsum([len(table) for table in self.tables], dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def _at(self, row: int) -> tuple[Table, int]:
+        at = int(np.searchsorted(self.starts, row, "right")) - 1
+        return self.tables[at], row - int(self.starts[at])
+
+    def row(self, row: int) -> Row:
+        """One row of the data set."""
+        table, i = self._at(row)
+        return table.row(i)
+
+    def where(self, row: int) -> str:
+        """`file:line` of one row."""
+        table, i = self._at(row)
+        return table.where(i)
+
+    def rows(self, numbers: Iterable[int]) -> Iterator[Row]:
+        """These rows, one after another."""
+        return (self.row(number) for number in numbers)
+
+    def bare(self, rows: NDArray[np.int64]) -> Iterator[Row]:
+        """These rows without their other columns."""
+        for row in rows.tolist():
+            table, i = self._at(row)
+            yield table.bare(i)
+
+    def without(self, column: str) -> str | None:
+        """Where the first row without this column stands; None if all have it."""
+        found = ((table, table.without(column)) for table in self.tables)
+        return next((table.where(row) for table, row in found if row is not None), None)
+
+    @property
+    def keys(self) -> NDArray[np.uint64]:
+        """Hash of every prompt [rows]: equal for equal prompts."""
+        return np.concatenate([np.zeros(0, np.uint64), *(table.facts.key for table in self.tables)])
+
+    @property
+    def digest(self) -> str:
+        """Of all values of all rows, and of the weights. Another digest under the same path is another data set."""
+        parts = [f"{source.weight} {table.form} {table.shape} {table.digest}"
+                 for source in self.sources for table in source.tables]
+        return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
-def _sort(rows: list[dict[str, str]], where: str) -> list[Row]:
-    return [Row(prompt=row["prompt"], answer=row["answer"], data_source=SORT, where=f"{where} row {i}")
-            for i, row in enumerate(rows)]
+def training_data(config: Config, cwd: Path = Path()) -> Dataset:
+    """The data set of `data.train`; a relative path starts at `cwd`. Raises DataError, ConfigError naming the place."""
+    return Dataset([Source(path=source.path, weight=source.weight,
+                           tables=_tables(source, config, cwd, "data.train", config.data.max_samples))
+                    for source in config.data.train])
 
 
-def read_jsonl(path: Path, *, needs_answer: bool = True) -> list[Row]:
-    """Rows of a JSONL file. Blank lines are skipped. `needs_answer=False` allows an empty answer, for rewards that do
-    not compare.
+def validation_data(config: Config, cwd: Path = Path()) -> Dataset:
+    """The held-out rows: the first `data.validation_size` of each source; none if there is no validation."""
+    sources = config.data.validation or ()
+    for source in sources:
+        if source.weight != 1:
+            raise ConfigError(f"data.validation: {source.path} has the weight {source.weight:g}; every held-out prompt "
+                              "is answered once in a validation, so leave the weight out")
+    return Dataset([Source(path=source.path, weight=1.0,
+                           tables=_tables(source, config, cwd, "data.validation", config.data.validation_size))
+                    for source in sources])
 
-    Raises DataError, naming file and line, for a missing or empty file and for any row that cannot be used.
+
+def _tables(source: DataSource, config: Config, cwd: Path, field: str, limit: int | None) -> tuple[Table, ...]:
+    keys, held_out = keys_of(config), field == "data.validation"
+    size = config.data.validation_size if held_out else min(config.data.size, limit or config.data.size)
+    if source.path == SORT or source.path.startswith(TASK):
+        made = _sort(config, size, held_out) if source.path == SORT else _reasoning(source.path, config, size, held_out)
+        return (table_of(made, Place(path=field, source=source.path), Keys(needs_answer=source.path == SORT)),)
+    if source.path.startswith(PREFIX):
+        return _hub_tables(source.path, keys, field, limit, config.deadlines.model_setup_s)
+    path = cwd / Path(source.path).expanduser()
+    return (read_file(path, keys, limit=limit),)
+
+
+def _sort(config: Config, size: int, held_out: bool) -> list[dict[str, str]]:
+    if held_out:
+        return held_out_rows(size)
+    return sort_rows(size, config.seed, {row["prompt"] for row in held_out_rows(config.data.validation_size)})
+
+
+def _reasoning(path: str, config: Config, size: int, held_out: bool) -> list[dict[str, Any]]:
+    from rl_core.rollout.environments.reasoning import reasoning_rows  # the extra `tasks`
+
+    return reasoning_rows(path.removeprefix(TASK), size, config.seed, held_out)
+
+
+# -- the hub
+
+
+def _hub_tables(path: str, keys: Keys, field: str, limit: int | None, deadline_s: float) -> tuple[Table, ...]:
+    """The Parquet files of `hf:owner/name[/subset][:split]`, split `train` where none is named."""
+    tables: list[Table] = []
+    for file in hub_files(path, field, deadline_s):
+        left = None if limit is None else limit - sum(map(len, tables))
+        if left != 0:
+            tables.append(read_file(file, keys, shown=f"{path} {file.parent.name}/{file.name}", limit=left,
+                                    source=path.removeprefix(PREFIX).partition(":")[0]))
+    return tuple(tables)
+
+
+def hub_files(path: str, field: str, deadline_s: float) -> list[Path]:
+    """The files of a data set of the hub, downloaded, or found where they were downloaded before. Raises DataError."""
+    name, _, split = path.removeprefix(PREFIX).partition(":")
+    owner, _, rest = name.partition("/")
+    repository, _, subset = rest.partition("/")
+    wanted = hub_id(field, f"{PREFIX}{owner}/{repository}")
+    assert wanted is not None
+    patterns = split_patterns(subset, split or "train")
+    for revision in [wanted.revision] if wanted.revision else [None, CONVERTED]:
+        try:
+            directory = fetch(field, HubId(wanted.name, revision), kind="dataset", patterns=patterns, cache=None,
+                              deadline_s=deadline_s)
+        except ConfigError as error:
+            if revision == CONVERTED:  # not every data set has it
+                break
+            raise DataError(f"{error} (of a data set, its Parquet files)") from error
+        files = sorted(file for file in directory.rglob("*.parquet") if any(
+            fnmatchcase(file.relative_to(directory).as_posix(), pattern) for pattern in patterns))
+        subsets = sorted({file.relative_to(directory).parts[0] for file in files} - {"data"})
+        if not subset and len(subsets) > 1 and all((directory / name).is_dir() for name in subsets):
+            raise DataError(f"{field}: {path} has the subsets {', '.join(subsets)}; write one, as in "
+                            f"{PREFIX}{wanted.name}/{subsets[0]}:{split or 'train'}")
+        if files:
+            return files
+    raise DataError(f"{field}: {path} has no Parquet files of a split {split or 'train'!r}; name another one, as in "
+                    f"{PREFIX}{wanted.name}:test")
+
+
+def split_patterns(subset: str, split: str) -> list[str]:
+    """Names of a split's files as repositories have them: `data/train-00000-of-00001.parquet`, `main/train/0.parquet`.
     """
-    raw = _read(path)
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
-    rows = [_row(line, f"{path}:{i}", path.stem, needs_answer)
-            for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not rows:
-        raise DataError(f"{path}: the data file is empty; each line is one JSON object with `prompt` and `answer`")
-    return rows
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such data file; write `sort` or the path of a JSONL file in data.train or "
-                        "data.validation") from error
-    except IsADirectoryError as error:
-        raise DataError(f"{path}: is a directory, not a JSONL file") from error
-    except OSError as error:
-        raise DataError(f"{path}: the data file cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise DataError(f"{str(path)!r}: is no path of a data file ({error})") from error
-
-
-def _row(line: str, where: str, source: str, needs_answer: bool) -> Row:
-    try:
-        payload: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}): {line.strip()[:80]!r}; each line is one JSON object") from error
-    if not isinstance(payload, dict):
-        raise DataError(f"{where}: a row is a JSON object with `prompt` and `answer`, not {type(payload).__name__}")
-    columns = cast(dict[str, Any], payload)
-    for name in ("prompt", "answer"):
-        if columns.get(name) is None:
-            raise DataError(f"{where}: no `{name}`; the row has {sorted(columns)}; every row needs `prompt` and "
-                            "`answer`")
-    prompt = _prompt(columns.pop("prompt"), where)
-    answer = columns.pop("answer")
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
-        answer = str(answer)
-    if not isinstance(answer, str) or (needs_answer and not answer.strip()):
-        limit = " that is not empty" if needs_answer else ""
-        raise DataError(f"{where}: `answer` is {_short(answer)}; it must be a text{limit}")
-    _check_text(answer, "`answer`", where)
-    data_source = columns.pop("data_source", source)
-    if not isinstance(data_source, str):
-        raise DataError(f"{where}: `data_source` is {_short(data_source)}; it must be a text")
-    return Row(prompt=prompt, answer=answer, data_source=data_source, where=where, columns=columns)
-
-
-def _prompt(prompt: Any, where: str) -> Text:
-    if isinstance(prompt, str) and prompt.strip():
-        _check_text(prompt, "`prompt`", where)
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: `prompt` is {_short(prompt)}; it must be a text, a chat (a list of messages) or a "
-                        "list of token ids, and not empty")
-    items = cast(list[Any], prompt)
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return cast(list[int], items)
-    for i, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise DataError(f"{where}: item {i} of `prompt` is {_short(item)}; a list holds messages "
-                            "(`{\"role\": ..., \"content\": ...}`), or token ids alone (whole numbers)")
-        message = cast(dict[str, Any], item)
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"{where}: message {i} of `prompt` is {_short(item)}; it must have `role` and a text "
-                            "`content`")
-        _check_text(message["content"], f"message {i} of `prompt`", where)
-        if message.get("role") not in ROLES:
-            raise DataError(f"{where}: message {i} of `prompt` has the role {message.get('role')!r}; known roles are "
-                            f"{', '.join(ROLES)}")
-    if items[-1]["role"] == "assistant":
-        raise DataError(f"{where}: the last message of `prompt` is of the assistant; it must be one to answer")
-    return cast(list[Message], items)
-
-
-def _check_text(text: str, what: str, where: str) -> None:
-    """JSON can escape half a character (`\\ud800`), which is no text that a tokenizer or a file takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {what} holds {text[error.start]!r}, half of a character, and is no text: "
-                        f"{_short(text)}") from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    before = f"{subset}/" if subset else ""
+    names = [f"{split}.parquet", f"{split}-*.parquet", f"{split}_*.parquet", f"{split}/*.parquet"]
+    return [f"{start}{name}" for name in names for start in ((before, f"{before}*/") if before else ("", "*/"))]

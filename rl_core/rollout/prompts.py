@@ -1,43 +1,31 @@
-"""Prompts: rows of a data set (dataset.py), tokenised once, in a deterministic order f(seed, dataset epoch).
+"""Prompts: rows of a data set (dataset.py) with their tokens, in a deterministic order f(seed, dataset epoch).
 
-All that is wrong with a row is refused before anything starts, with file and line. Importable without torch and
-transformers; `load_tokenizer` imports transformers.
+All that is wrong with a row is refused before anything starts, with file and line (data.md sections 2 and 5).
+Importable without torch and transformers; `load_tokenizer` imports transformers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
-import xxhash
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from rl_core.config import Config
-from rl_core.errors import ConfigError, DataError
-from rl_core.rollout.dataset import Row, Text, training_rows, validation_rows
-from rl_core.seeds import derive
+from rl_core.errors import DataError
+from rl_core.rollout.data_rows import Row
+from rl_core.rollout.dataset import Dataset, training_data, validation_data
+from rl_core.rollout.encoder import Encoder, Limits, Tokenizer
+from rl_core.rollout.mixture import Mixture, epoch_order
+from rl_core.rollout.token_table import Tokens, tokenize
 from rl_core.types import Prompt
 
-TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a chat template raises beside TemplateError: it is a program of the model's authors."""
-
-
-class Tokenizer(Protocol):
-    """What this package asks of a transformers tokenizer."""
-
-    chat_template: Any
-    unk_token_id: int | None
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+__all__ = ["PromptSource", "Tokenizer", "as_prompt", "epoch_order", "load_tokenizer", "read_vocab_size",
+           "validation_prompts"]
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
@@ -53,93 +41,35 @@ def read_vocab_size(model_dir: Path) -> int:
     return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
 
 
-# -- token ids
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenTable:
-    """Token ids of many prompts: row i is `ids[offsets[i]:offsets[i + 1]]`. int32; offsets int64 [rows + 1]."""
+class Kept:
+    """Rows that are used, and what was left out."""
 
-    ids: NDArray[np.int32]
-    offsets: NDArray[np.int64]
+    rows: NDArray[np.int32]
+    """Rows of the data set, in its order."""
+    dropped: int
+    """Prompts over `data.max_prompt_tokens` that were left out (data.overlong)."""
 
-    def row(self, i: int) -> NDArray[np.int32]:
-        return self.ids[self.offsets[i]:self.offsets[i + 1]]
-
-
-def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, *, max_tokens: int, vocab_size: int | None) -> TokenTable:
-    """Render by the chat template and tokenise all rows. Without a template a text is taken as it is.
-
-    Raises DataError naming the row that is too long, holds text that the tokenizer cannot represent, has a token id
-    outside the vocabulary, or that the template refuses; ConfigError for a chat where the tokenizer has no template.
-    """
-    texts = {i: _render(row, tokenizer) for i, row in enumerate(rows) if not _is_ids(row.prompt)}
-    encoded = iter(_encode([rows[i] for i in texts], list(texts.values()), tokenizer))
-    lists = [np.asarray(next(encoded), np.int64) if i in texts else _given_ids(row, vocab_size)
-             for i, row in enumerate(rows)]
-    for row, ids in zip(rows, lists, strict=True):
-        _check_ids(row, ids, tokenizer, max_tokens, vocab_size)
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-    flat = np.concatenate(lists) if lists else np.zeros(0, np.int64)
-    return TokenTable(ids=flat.astype(np.int32), offsets=offsets)
+    @classmethod
+    def of(cls, data: Dataset, tokens: Tokens, config: Config, field: str) -> Kept:
+        """Raises DataError where prompts are over the limit and `data.overlong` is `refuse`, or where none is left."""
+        limit = config.data.max_prompt_tokens
+        over = np.flatnonzero(tokens.lengths > limit)
+        if len(over) and config.data.overlong == "refuse":
+            raise DataError(_overlong(data, tokens, over, limit))
+        if len(over) and len(over) == len(data):
+            raise DataError(f"{field}: all {len(data)} prompts have more than {limit} tokens (data.max_prompt_tokens), "
+                            "and data.overlong=drop leaves none: raise the limit")
+        rows = np.arange(len(data)) if not len(over) else np.flatnonzero(tokens.lengths <= limit)
+        return cls(rows=rows.astype(np.int32), dropped=len(over))
 
 
-def _encode(rows: Sequence[Row], texts: list[str], tokenizer: Tokenizer) -> Sequence[Sequence[int]]:
-    """Token ids of each text, special tokens by the template alone where there is one."""
-    if not texts:
-        return []
-    try:
-        return tokenizer(texts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    except Exception as error:  # the tokenizers library raises bare Exception for text that it cannot represent
-        if len(texts) == 1:
-            raise DataError(f"{rows[0].where}: the model's tokenizer cannot represent this prompt ({error}): "
-                            f"{str(rows[0].prompt)[:80]!r}") from error
-    return [_encode([row], [text], tokenizer)[0] for row, text in zip(rows, texts, strict=True)]
-
-
-def _is_ids(prompt: Text) -> bool:
-    return isinstance(prompt, list) and isinstance(prompt[0], int)
-
-
-def _given_ids(row: Row, vocab_size: int | None) -> NDArray[np.int64]:
-    """Ids that the row spells out; int32 whatever the vocabulary."""
-    given = cast(list[int], row.prompt)
-    limit = 2**31 if vocab_size is None else vocab_size
-    for bad in (token for token in given if not 0 <= token < limit):
-        raise DataError(f"{row.where}: token id {bad} is outside the model's vocabulary of {limit}; use ids of this "
-                        "model's tokenizer, from 0 on, or write the prompt as text")
-    return np.asarray(given, np.int64)
-
-
-def _render(row: Row, tokenizer: Tokenizer) -> str:
-    if not tokenizer.chat_template:
-        if isinstance(row.prompt, str):
-            return row.prompt
-        raise ConfigError(f"{row.where}: a chat prompt needs a tokenizer with a chat template, and this model's has "
-                          "none; write prompts as text or use an instruction-tuned model (model.path)")
-    chat: Any = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, *TEMPLATE_BUGS) as error:
-        raise DataError(f"{row.where}: the model's chat template refuses this prompt: {error}") from error
-
-
-def _check_ids(row: Row, ids: NDArray[np.int64], tokenizer: Tokenizer, max_tokens: int, vocab_size: int | None) -> None:
-    if not 1 <= len(ids) <= max_tokens:
-        remedy = "shorten it, or raise the limit" if len(ids) else "write one"
-        raise DataError(f"{row.where}: the prompt has {len(ids)} tokens; the limit is {max_tokens} "
-                        f"(data.max_prompt_tokens): {remedy}")
-    if vocab_size is not None and ids.max() >= vocab_size:
-        raise DataError(f"{row.where}: token id {ids.max()} is outside the model's vocabulary of {vocab_size}: the "
-                        "tokenizer is not this model's")
-    unknown = tokenizer.unk_token_id
-    if unknown is not None and not _is_ids(row.prompt) and (ids == unknown).any():
-        raise DataError(f"{row.where}: the prompt holds characters that the model's tokenizer does not know: "
-                        f"{str(row.prompt)[:80]!r}")
-
-
-# -- the source
+def _overlong(data: Dataset, tokens: Tokens, over: NDArray[np.int64], limit: int) -> str:
+    first, longest = int(over[0]), int(over[np.argmax(tokens.lengths[over])])
+    rest = "" if len(over) == 1 else (f"; {len(over)} of {len(data)} prompts are over it, the longest is "
+                                      f"{data.where(longest)} with {tokens.lengths[longest]}")
+    return (f"{data.where(first)}: the prompt has {tokens.lengths[first]} tokens; the limit is {limit} "
+            f"(data.max_prompt_tokens){rest}: shorten, raise the limit, or leave them out with data.overlong=drop")
 
 
 class PromptSource:
@@ -148,18 +78,24 @@ class PromptSource:
     Thread-safe; `at` is a pure function, so any position can be asked for again after a restart.
 
         source = PromptSource(config, load_tokenizer(run.model), vocab_size=58)
-        len(source)            # rows, = positions of one dataset epoch
+        len(source)            # positions of one dataset epoch
         source.at(0, 3)        # Prompt(dataset_epoch=0, position=3, prompt_idx=..., ...)
 
     Raises DataError or ConfigError in the constructor for anything that cannot be used, naming the place.
+    `exact_above`: prompts that may have more tokens than this are counted exactly, of however many rows.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, *, vocab_size: int | None = None,
+                 exact_above: int | None = None) -> None:
         self._config = config
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._rows = training_rows(config)
-        self._table = tokenize(self._rows, tokenizer, max_tokens=config.data.max_prompt_tokens, vocab_size=vocab_size)
+        self._encoder = Encoder(tokenizer, Limits(max_tokens=config.data.max_prompt_tokens, vocab_size=vocab_size,
+                                                  exact_above=exact_above))
+        self.data = training_data(config)
+        self._tokens = tokenize(self.data, self._encoder)
+        self._kept = Kept.of(self.data, self._tokens, config, "data.train")
+        ends = np.cumsum([0, *map(len, self.data.sources)])
+        rows = np.diff(np.searchsorted(self._kept.rows, ends)).tolist()
+        self._mixture = Mixture(rows, [source.weight for source in self.data.sources])
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     @classmethod
@@ -168,66 +104,125 @@ class PromptSource:
         return cls(config, load_tokenizer(model_dir), vocab_size=read_vocab_size(model_dir))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._mixture.positions
 
     def at(self, dataset_epoch: int, position: int) -> Prompt:
         """The prompt at one place of the order. Raises IndexError outside [0, len)."""
-        if not 0 <= position < len(self._rows):
-            raise IndexError(f"position {position} of dataset epoch {dataset_epoch}; it has {len(self._rows)}")
-        idx = int(self._order(dataset_epoch)[position])
-        return as_prompt(self._rows[idx], self._table.row(idx), dataset_epoch, position, idx)
+        idx = self.prompt_idx(dataset_epoch, position)
+        return self._prompt(self._mixture.row(idx), dataset_epoch, position, idx)
+
+    def prompt_idx(self, dataset_epoch: int, position: int) -> int:
+        """The prompt index at one place of the order, without reading its row."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {position} of dataset epoch {dataset_epoch}; it has {len(self)}")
+        return int(self._order(dataset_epoch)[position])
+
+    def _prompt(self, kept_row: int, dataset_epoch: int, position: int, idx: int) -> Prompt:
+        number = int(self._kept.rows[kept_row])
+        row, table = self.data.row(number), self._tokens.table
+        return as_prompt(row, self._encoder([row])[0] if table is None else table.row(number), dataset_epoch, position,
+                         idx)
+
+    def used(self, row: int) -> Prompt:
+        """One row of those that are used, in file order."""
+        return self._prompt(row, 0, row, row)
 
     def validation(self) -> list[Prompt]:
         """The held-out prompts, in file order; empty where data.validation is null."""
-        return validation_prompts(self._config, self._tokenizer, self._vocab_size)
+        return self.held_out.prompts
+
+    @cached_property
+    def held_out(self) -> HeldOut:
+        """The held-out prompts with what is known of their rows."""
+        return HeldOut.of(self._config, self._encoder)
 
     def first(self) -> tuple[Prompt, str]:
         """The first row of the data set in file order, and where it stands: `file:line`."""
-        return as_prompt(self._rows[0], self._table.row(0), 0, 0, 0), self._rows[0].where
+        return self.used(0), self.where(0)
 
     def without(self, column: str) -> str | None:
         """Where the first row without this column stands, held-out rows included; None if all have it."""
-        rows = (*self._rows, *validation_rows(self._config))
-        return next((row.where for row in rows if column not in row.columns), None)
+        return self.data.without(column) or self.held_out.data.without(column)
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every training prompt, by row [rows]."""
-        return np.diff(self._table.offsets)
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of every training prompt that is used, by row. Of a large data set, prompts that are certainly below
+        the limit count with the most tokens that they can have (`exact`)."""
+        return self._tokens.lengths[self._kept.rows]
+
+    @property
+    def all_lengths(self) -> NDArray[np.int32]:
+        """`lengths` of all rows, those that were left out included."""
+        return self._tokens.lengths
+
+    @property
+    def exact(self) -> NDArray[np.bool_]:
+        """Whose length is exact, by row."""
+        return self._tokens.known[self._kept.rows]
+
+    @property
+    def dropped(self) -> int:
+        """Prompts over the limit that were left out."""
+        return self._kept.dropped
+
+    @property
+    def keys(self) -> NDArray[np.uint64]:
+        """Hash of every training prompt that is used: equal for equal prompts."""
+        return self.data.keys[self._kept.rows]
+
+    def where(self, row: int) -> str:
+        """Where a prompt that is used stands."""
+        return self.data.where(int(self._kept.rows[row]))
 
     @property
     def digest(self) -> str:
-        """Of all rows: token ids and answers. Another digest under the same path is another data set."""
-        state = xxhash.xxh3_128(self._table.offsets.tobytes())
-        state.update(self._table.ids.tobytes())
-        for row in self._rows:
-            state.update(row.answer.encode() + b"\0")
-        return state.hexdigest()
+        """Of all values of all rows. Another digest under the same path is another data set."""
+        return self.data.digest
 
     def _order(self, dataset_epoch: int) -> NDArray[np.int64]:
         order = self._orders.get(dataset_epoch)
         if order is None:
-            order = epoch_order(len(self._rows), self._config.seed, dataset_epoch, shuffle=self._config.data.shuffle)
+            order = self._mixture.order(self._config.seed, dataset_epoch, shuffle=self._config.data.shuffle)
             # Leases look at one epoch, retries at the one before; others are made again.
             near = {e: o for e, o in self._orders.items() if abs(e - dataset_epoch) <= 1}
             self._orders = near | {dataset_epoch: order}
         return order
 
 
-def epoch_order(rows: int, seed: int, dataset_epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
-    """Row of each position: a permutation of [0, rows), its own for every dataset epoch; file order without shuffle."""
-    if not shuffle:
-        return np.arange(rows)
-    # Raw 64-bit draws: NumPy promises that they are the same in every version, and promises it of nothing above them.
-    return np.argsort(np.random.PCG64(derive(seed, dataset_epoch, "order")).random_raw(rows), kind="stable")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOut:
+    """The held-out prompts of a run: `HeldOut.of(config, encoder)`."""
+
+    data: Dataset
+    kept: Kept
+    prompts: list[Prompt]
+    """dataset_epoch 0, position = prompt_idx = row that is used."""
+
+    @classmethod
+    def of(cls, config: Config, encoder: Encoder, cwd: Path = Path()) -> HeldOut:
+        """Raises DataError or ConfigError for anything that cannot be used."""
+        data = validation_data(config, cwd)
+        tokens = tokenize(data, encoder, eager=True)
+        assert tokens.table is not None
+        kept = Kept.of(data, tokens, config, "data.validation")
+        return cls(data=data, kept=kept, prompts=[as_prompt(data.row(row), tokens.table.row(row), 0, i, i)
+                                                  for i, row in enumerate(kept.rows.tolist())])
+
+    @property
+    def keys(self) -> NDArray[np.uint64]:
+        """Hash of every held-out prompt that is used."""
+        return self.data.keys[self.kept.rows]
+
+    def where(self, row: int) -> str:
+        """Where a prompt that is used stands."""
+        return self.data.where(int(self.kept.rows[row]))
 
 
 def validation_prompts(config: Config, tokenizer: Tokenizer, vocab_size: int | None = None, *,
                        cwd: Path = Path()) -> list[Prompt]:
     """The held-out prompts of a run; dataset_epoch 0, position = prompt_idx = row. `cwd`: of the command."""
-    rows = validation_rows(config, cwd)
-    table = tokenize(rows, tokenizer, max_tokens=config.data.max_prompt_tokens, vocab_size=vocab_size)
-    return [as_prompt(row, table.row(i), 0, i, i) for i, row in enumerate(rows)]
+    encoder = Encoder(tokenizer, Limits(max_tokens=config.data.max_prompt_tokens, vocab_size=vocab_size))
+    return HeldOut.of(config, encoder, cwd).prompts
 
 
 def as_prompt(row: Row, ids: NDArray[np.int32], dataset_epoch: int, position: int, idx: int) -> Prompt:

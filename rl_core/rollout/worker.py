@@ -1,7 +1,8 @@
 """A rollout worker: leases in, landed groups out. It owns one engine, one scorer and one stream of shards.
 
 An answer goes engine -> (callback) -> settling thread: checked, decoded, scored -> group -> landing thread -> shard.
-The engine's thread only counts and hands over, and never takes the worker's lock: the worker calls its engine under it.
+There are as many settling threads as calls of the reward that may run side by side (`scoring.workers`). The engine's
+thread only counts and hands over, and never takes the worker's lock: the worker calls its engine under it.
 
 An ordinary class: a Ray actor hosts it, a test calls it. Every method may be called from any thread.
 """
@@ -34,7 +35,7 @@ from rl_core.experience.shards import GroupCommit, ShardWriter
 from rl_core.metrics import IntervalLedger
 from rl_core.rollout.assembly import SampleRefused, as_answer, check_completion, sampling_seed
 from rl_core.rollout.engine import Engine
-from rl_core.rollout.group import GroupInFlight
+from rl_core.rollout.group import GroupInFlight, Verdict
 from rl_core.rollout.prompts import Tokenizer
 from rl_core.rollout.rewards.scoring import Scorer, answer_text
 from rl_core.run_dir import RunDir
@@ -110,8 +111,11 @@ class RolloutWorker:
         self._writer = ShardWriter(run, name, attempt, digests, config.storage.fsync)
         self._commit = GroupCommit(self._writer, on_landed=self._on_landed, on_refused=self._on_refused,
                                    on_error=self._on_landing_error, cap_groups=config.storage.shard_groups)
-        self._settler = threading.Thread(target=self._settle_all, name=f"settling-{name}", daemon=True)
-        self._settler.start()
+        self._looks = threading.Lock()  # whoever looks at group deadlines
+        self._settlers = [threading.Thread(target=self._settle_all, name=f"settling-{name}-{i}", daemon=True)
+                          for i in range(config.scoring.workers)]
+        for settler in self._settlers:
+            settler.start()
 
     # -- called by the pump
 
@@ -196,9 +200,12 @@ class RolloutWorker:
                 if group.phase == "running":
                     self._drop_pending(group)
             self._changed.notify_all()
-        self._results.put(None)
+        for _ in self._settlers:
+            self._results.put(None)
         self._scorer.close()
-        self._settler.join(CLOSE_DEADLINE_S / 2)
+        deadline = time.monotonic() + CLOSE_DEADLINE_S / 2
+        for settler in self._settlers:
+            settler.join(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(DeadlinePassed):  # what has not landed by then is leased again
             self._commit.close(CLOSE_DEADLINE_S / 2)
         self._engine.close()
@@ -228,7 +235,7 @@ class RolloutWorker:
             self._swapping = self._swapping if swapping is None else swapping
             self._ledger.enter("syncing" if self._swapping else "busy" if self._running else "waiting")
 
-    # -- settling: one thread decides how each answer and each group ends
+    # -- settling: each answer is decided by one thread, each group under the lock by the thread of its last answer
 
     def _settle_all(self) -> None:
         """consumes: engine answers
@@ -245,7 +252,11 @@ class RolloutWorker:
                         return
                     self._settle(result)
                 if time.monotonic() >= next_look:
-                    self._end_overdue()
+                    if self._looks.acquire(blocking=False):
+                        try:
+                            self._end_overdue()
+                        finally:
+                            self._looks.release()
                     next_look = time.monotonic() + period
         except Exception as error:  # the thread's edge: without it every group would wait for its deadline
             self._end_worker(WorkerDead(f"settling thread of worker {self._name} died of {error!r}"))
@@ -291,21 +302,24 @@ class RolloutWorker:
                 reason = "reward_timeout" if isinstance(error, RewardTimeout) else "reward_error"
                 self._failed(group, request_id, reason, str(error), tokens)
             return
-        self._reward_failures = 0
         with self._changed:
+            self._reward_failures = 0
             response = group.pending.get(request_id)
             if response is None:  # cancelled meanwhile
                 self._tokens_wasted += tokens
                 return
             seed = sampling_seed(self._config.seed, group.lease.group_id, response, group.tries[response] - 1)
             group.finish(request_id, as_answer(completion, span, score, seed))
-        self._end_if_over(group)
+            verdict = group.verdict
+        self._end_if_over(group, verdict)
 
     def _count_reward_failure(self, error: RewardError) -> None:
-        self._reward_failures += 1
-        if self._reward_failures >= self._config.failure.reward_failures:
-            self._end_worker(FailureBudgetSpent(f"{self._reward_failures} reward calls failed in a row "
-                                                f"(failure.reward_failures); the last one: {error}"))
+        with self._changed:
+            self._reward_failures += 1
+            failures = self._reward_failures
+        if failures >= self._config.failure.reward_failures:
+            self._end_worker(FailureBudgetSpent(f"{failures} reward calls failed in a row (failure.reward_failures); "
+                                                f"the last one: {error}"))
 
     def _failed(self, group: GroupInFlight, request_id: str, reason: str, error: str, tokens: int) -> None:
         """One try of one response failed: try it again, or give the response up."""
@@ -317,11 +331,11 @@ class RolloutWorker:
             if group.fail(request_id, reason, error, tokens):
                 self._sample(group, response)
                 return
-        self._end_if_over(group)
+            verdict = group.verdict
+        self._end_if_over(group, verdict)
 
-    def _end_if_over(self, group: GroupInFlight) -> None:
-        with self._changed:
-            verdict = group.verdict if group.phase == "running" else "waiting"
+    def _end_if_over(self, group: GroupInFlight, verdict: Verdict) -> None:
+        """`verdict` as it was when the answer was booked: another thread may have ended the group since."""
         if verdict == "complete":
             self._land(group)
         elif verdict == "lost":

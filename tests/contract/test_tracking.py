@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sqlite3
@@ -17,12 +18,12 @@ import pytest
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
-from rl_core.metrics import METRICS, names
+from rl_core.metrics import METRICS, names, tracked_names
 from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord
 from tasks.destination import Destination, destination, flatten, redact, redact_in, resolved
-from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, Tracker
+from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, TAG_TABLES, Tracker
 
 CONFIG = Config.model_validate({"isolated": True, "total_steps": 180})
 TS_US = 1_790_000_000_000_000
@@ -81,7 +82,8 @@ def test_a_run_that_is_killed_and_replayed_has_one_run_and_one_point_per_metric_
     first.start()
     first.observe(0, observed(1.0))
     assert first.flush(DEADLINE_S)
-    assert len(points(home)) == 60 * len(names("learner")) + len(names("owner")) + len(names("validator"))
+    assert len(points(home)) == 60 * len(tracked_names("learner")) + len(tracked_names("owner")) + len(
+        tracked_names("validator"))
     # The owner dies here: `first` is never finished, and what it had committed meanwhile was not replayed by it.
     for k in range(60, 120):
         commit(run, k, k / 10)
@@ -101,13 +103,13 @@ def test_a_run_that_is_killed_and_replayed_has_one_run_and_one_point_per_metric_
 
     counts = points(home)
     assert set(counts.values()) == {1}
-    for name in names("learner"):
+    for name in tracked_names("learner"):
         assert sorted(step for key, step in counts if key == name) == list(range(180)), name
-    for name in names("owner"):
+    for name in tracked_names("owner"):
         assert sorted(step for key, step in counts if key == name) == [0, *range(120, 180)], name
-    for name in names("validator"):
+    for name in tracked_names("validator"):
         assert sorted(step for key, step in counts if key == name) == [0, 180], name
-    assert {key for key, _ in counts} == {metric.name for metric in METRICS}
+    assert {key for key, _ in counts} == {metric.name for metric in METRICS if metric.tracked}
     assert query(home, "select value, is_nan, timestamp from metrics where key = 'rollout/length_right' and step = 7"
                  ) == [(0.0, 1, (TS_US + 7_000_000) // 1000)]
     assert query(home, "select value from metrics where key = 'train/policy_loss' and step = 42") == [(4.2,)]
@@ -116,6 +118,41 @@ def test_a_run_that_is_killed_and_replayed_has_one_run_and_one_point_per_metric_
     assert sorted(p.relative_to(artifacts).as_posix() for p in artifacts.rglob("*") if p.is_file()) == [
         "config.yaml", "figures/learning-curve.svg"]
     first.finish("KILLED", DEADLINE_S)
+
+
+def tabulate(run: RunDir, step: int, text: str) -> None:
+    """The table of answers beside a validation."""
+    row = {"data_source": "sort", "prompt": "sort 21", "mode": "greedy", "text": text, "correct": 1.0,
+           "extracted": None}
+    put_if_absent(run.validation_table(step), to_json({"step": step, "rows": [row, row | {"mode": "sampled"}]}))
+
+
+def test_the_answers_of_a_validation_are_a_table_of_mlflow_however_often_it_is_replayed(
+        tmp_path: Path, home: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    for step in (0, 20):
+        tabulate(run, step, f"1{step}")
+        validate(run, step, 0.5)
+    tabulate(run, 40, "its validation was cut short")
+    first = tracker(run, home)
+    first.start()
+    assert first.finish("KILLED", DEADLINE_S)
+    tables = home / "mlflow" / "artifacts" / str(first.run_id) / "artifacts" / "validations"
+    expected = {"columns": ["data_source", "prompt", "mode", "text", "correct", "extracted"],
+                "data": [["sort", "sort 21", mode, "120", 1.0, None] for mode in ("greedy", "sampled")]}
+    assert json.loads((tables / "step-000000020.json").read_text()) == expected
+    (tables / "step-000000020.json").write_text("{")  # cut short
+    written = (tables / "step-000000000.json").stat().st_mtime_ns
+    validate(run, 40, 0.75)
+    again = tracker(run, home)
+    again.start()
+    assert again.finish("FINISHED", DEADLINE_S)
+    assert sorted(path.name for path in tables.iterdir()) == [f"step-0000000{step}.json" for step in ("00", "20", "40")]
+    assert json.loads((tables / "step-000000020.json").read_text()) == expected
+    assert (tables / "step-000000000.json").stat().st_mtime_ns == written
+    [(shown,)] = query(home, f"select value from tags where run_uuid = '{again.run_id}' and key = '{TAG_TABLES}'")
+    assert json.loads(str(shown)) == [{"path": f"validations/step-0000000{step}.json", "type": "table"}
+                                      for step in ("00", "20", "40")]
 
 
 def test_params_are_written_once_and_a_changed_setting_becomes_a_tag(tmp_path: Path, home: Path) -> None:

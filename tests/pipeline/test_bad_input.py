@@ -46,6 +46,8 @@ from tests.runs import Home, processes_of
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "mine"
 GOOD = '{"prompt": "sort 21", "answer": "12"}\n'
+GOOD_IDS = '{"prompt": [1], "answer": "1"}\n'
+GOOD_CHAT = '{"prompt": [{"role": "user", "content": "sort 21"}], "answer": "12"}\n'
 SMALL = ["data.size=64", "data.validation_size=16"]
 """Of the built-in task: rows are tokenised before they are refused or taken."""
 
@@ -111,12 +113,14 @@ class Bad:
     prepare: Callable[[Place], object] = lambda place: None
     preset: str = "tiny-cpu"
     key: str | None = None
+    amend: bool = False
     verbs: tuple[str, ...] = ("plan", "train")
 
 
-def data(line: str | bytes, got: str, do: str, *settings: str, where: str = r"rows\.jsonl:2: ") -> Bad:
+def data(line: str | bytes, got: str, do: str, *settings: str, where: str = r"rows\.jsonl:2: ",
+         good: str = GOOD) -> Bad:
     """A data file whose second line is the bad one."""
-    text = GOOD.encode() + (line if isinstance(line, bytes) else line.encode()) + b"\n" + GOOD.encode()
+    text = good.encode() + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good.encode()
     return Bad(["data.train=rows.jsonl", "data.validation=null", *settings], where, got, do, {"rows.jsonl": text})
 
 
@@ -151,6 +155,12 @@ def existing_run(place: Place, *settings: str) -> None:
 def alive_run(place: Place) -> None:
     existing_run(place, *SMALL)
     place.locks.append(OwnerLock(place.run()))
+
+
+def run_of_two_claims(place: Place) -> None:
+    existing_run(place, *SMALL)
+    for step in range(2):
+        put_if_absent(place.run().claim(step), b"{}")
 
 
 def run_on_other_data(place: Place) -> None:
@@ -195,7 +205,8 @@ REFUSED: dict[str, Bad] = {
                                    "data.validation"),
     "data file in a file": Bad(["data.train=rows.jsonl/x"], r"rows\.jsonl/x: ", "Not a directory", "cannot be read",
                                {"rows.jsonl": GOOD}),
-    "data file is a directory": Bad(["data.train=."], r"\.: ", "is a directory", "not a JSONL file"),
+    "data file is a directory": Bad(["data.train=."], r"\.: ", "is a directory, not a JSONL, CSV or",
+                                    "name its files: data.train="),
     "empty data file": Bad(["data.train=rows.jsonl"], r"rows\.jsonl: ", "the data file is empty",
                            "each line is one JSON object", {"rows.jsonl": ""}),
     "data file of blank lines": Bad(["data.train=rows.jsonl"], r"rows\.jsonl: ", "the data file is empty",
@@ -214,12 +225,32 @@ REFUSED: dict[str, Bad] = {
                                       "message 0 of `prompt` has the role 'robot'", "known roles are system, user"),
     "chat with a role that the template refuses": data(
         '{"prompt": [{"role": "tool", "content": "a"}], "answer": "1"}', "unknown chat role tool",
-        "chat template refuses"),
+        "chat template refuses this prompt: .*; write it as the template wants it, or leave it out", good=GOOD_CHAT),
     "prompt over the limit": data(
         '{"prompt": "sort 123456", "answer": "1"}', "the prompt has 19 tokens; the limit is 16",
-        r"data\.max_prompt_tokens\): shorten it, or raise", "data.max_prompt_tokens=16"),
+        r"data\.max_prompt_tokens\): shorten, raise the limit, or leave them out with data\.overlong=drop",
+        "data.max_prompt_tokens=16"),
+    "prompts over the limit": Bad(
+        ["data.train=rows.jsonl", "data.validation=null", "data.max_prompt_tokens=16"], r"rows\.jsonl:2: ",
+        "has 19 tokens; .*; 2 of 4 prompts are over it, the longest is rows.jsonl:3 with 20", "data.overlong=drop",
+        {"rows.jsonl": "".join(GOOD.replace("21", digits) for digits in ("21", "123456", "1234567", "12"))}),
     "token id outside the vocabulary": data('{"prompt": [1, 58], "answer": "1"}', "token id 58 .* vocabulary of 58",
-                                            "use ids of this model's tokenizer"),
+                                            "use ids of this model's tokenizer", good=GOOD_IDS),
+    "row of another form": data('{"prompt": [1], "answer": "1"}', r"`prompt` is a list of token ids, and rows\.jsonl:1"
+                                " has a text", "write the others to a file of their own"),
+    "row of another shape": data('{"prompt": "a", "reward_model": {"ground_truth": "1"}}',
+                                 r"answer in `reward_model\.ground_truth`, and rows\.jsonl:1 has its .* in `answer`",
+                                 "write the others to a file of their own"),
+    "row with an image": data('{"prompt": "a", "answer": "1", "images": ["a.png"]}', "the row has `images`",
+                              "a text model takes text alone"),
+    "line of 100 MB": data(b'{"prompt": "' + b"a" * 100_000_000 + b'"}', "longer than 16777216 bytes",
+                          "each line is one prompt"),
+    "file of another ending": Bad(["data.train=rows.txt"], r"rows\.txt: ", "the ending '.txt'",
+                                  r"rename it to one of .*\.parquet", {"rows.txt": GOOD}),
+    "file that is no Parquet": Bad(["data.train=rows.parquet"], r"rows\.parquet: ", "cannot be read as Parquet",
+                                   "write the file again", {"rows.parquet": GOOD}),
+    "weight of held-out prompts": Bad(["data.validation=[{path: sort, weight: 2}]", *SMALL], r"data\.validation: ",
+                                      "sort has the weight 2", "leave the weight out"),
     "token id below 0": data('{"prompt": [1, -1], "answer": "1"}', "token id -1 is outside", "from 0 on"),
     "token id beyond 64 bits": data('{"prompt": [1, 99999999999999999999], "answer": "1"}',
                                     "token id 99999999999999999999", "use ids of this model's tokenizer"),
@@ -231,7 +262,7 @@ REFUSED: dict[str, Bad] = {
     "reward file that is missing": Bad(["reward=./nothing.py:score", *SMALL], "reward: ", "no such file", "nothing.py"),
     "reward package that may not be imported": Bad(["reward=json:loads", *SMALL], "reward: ", "package 'json'",
                                                    "HEADWAY_ALLOWED_IMPORTS"),
-    "reward that is no path": Bad(["reward=good"], "reward: ", r"\(got 'good'\)", "write `exact`, "),
+    "reward that is no path": Bad(["reward=good"], "reward: ", r"\(got 'good'\)", "write one of exact, "),
     "reward that raises at import": reward("import nothing_of_that_name\n", "No module named 'nothing_of_that_name'",
                                            r"cannot be loaded: .*\(reward\.py:1\)"),
     "reward without that function": reward("x = 1\n", "has no function 'score'", "cannot be loaded"),
@@ -321,8 +352,22 @@ REFUSED: dict[str, Bad] = {
         prepare=lambda place: existing_run(place, *SMALL)),
     "run whose training fields differ": Bad(
         ["learner.lr=1", *SMALL], f"run {KEY} exists with other training fields: ",
-        r"learner\.lr is 0\.0005, asked for 1", "Take the run's own value", key=KEY,
+        r"learner\.lr is 0\.0005, asked for 1", f"headway train --run-key {KEY} --amend --set learner.lr=1", key=KEY,
         prepare=lambda place: existing_run(place, *SMALL)),
+    "amendment of an identity field": Bad(
+        ["group_size=4", "learner.lr=1", *SMALL], f"run {KEY} exists with other identity fields: ",
+        "group_size is 8, asked for 4", "cannot be amended: another run needs another --run-key", key=KEY, amend=True,
+        prepare=lambda place: existing_run(place, *SMALL)),
+    "amendment without a key": Bad(SMALL, "--amend: ", "", "say which run, by --run-key", amend=True),
+    "amendment of a run that is not there": Bad(
+        ["learner.lr=1", *SMALL], "--amend: ", f"there is no run {KEY} yet", "without --amend the same command begins",
+        key=KEY, amend=True),
+    "amendment below the steps that are claimed": Bad(
+        ["total_steps=1", *SMALL], "total_steps: ", "2 steps of run .* have their claim", "use at least 2 .got 1",
+        key=KEY, amend=True, prepare=run_of_two_claims),
+    "amendment of a run that is alive": Bad(
+        ["total_steps=9", *SMALL], f"/runs/{KEY}: ", f"owned by pid {os.getpid()} on ", "stop it first", key=KEY,
+        amend=True, prepare=alive_run, verbs=("train",)),
     "run whose data changed": Bad(
         ["data.train=rows.jsonl", "data.validation=null"], f"/runs/{KEY}: ", "data changed since the run began",
         "put it back, or use another --run-key", {"rows.jsonl": GOOD}, key=KEY, prepare=run_on_other_data),
@@ -349,9 +394,9 @@ def test_what_is_known_before_the_start_is_refused(verb: str, name: str, place: 
     before = tree(place.work) | tree(place.home)
     place.undo.setattr("tasks.services.start", lambda *_, **__: pytest.fail("services were started"))
     if verb == "plan":
-        code = show_plan(bad.preset, bad.settings, bad.key, as_json=False)
+        code = show_plan(bad.preset, bad.settings, bad.key, as_json=False, amend=bad.amend)
     else:
-        code = launch(bad.preset, bad.settings, bad.key, as_json=True, verbose=False)
+        code = launch(bad.preset, bad.settings, bad.key, as_json=True, verbose=False, amend=bad.amend)
     out, err = capfd.readouterr()
     assert code == 2, (out, err)
     for expected in (bad.where, bad.got, bad.do):

@@ -24,7 +24,7 @@ from rl_core.checkpoint import newest_whole
 from rl_core.experience.ledger import drop_files, read_claim, read_drops
 from rl_core.experience.reader import read_groups
 from rl_core.learner.learner import Learner, fold_claims
-from rl_core.metrics import names
+from rl_core.metrics import tracked_names
 from rl_core.model_setup import set_up_model
 from rl_core.plan import resolve
 from rl_core.records import read_record, recorded_steps
@@ -203,8 +203,10 @@ def test_held_out_rows_are_measured_by_source_at_the_newest_publication(finished
 
 def test_mlflow_has_one_point_per_metric_and_step(finished: Command, home: Home) -> None:
     status, points = home.tracked(finished.json["mlflow_run_id"])
-    expected = {(name, k) for name in (*names("learner"), *names("owner")) for k in range(STEPS)}
-    expected |= {(name, k) for name in names("validator") for k in (0, 4, STEPS)}
+    per_step = (*tracked_names("learner"), *tracked_names("owner"), "reward/part_placed_mean")
+    held_out = (*tracked_names("validator"), *(f"validation/source_{name}_accuracy" for name in ("chat", "text")))
+    expected = {(name, k) for name in per_step for k in range(STEPS)}
+    expected |= {(name, k) for name in held_out for k in (0, 4, STEPS)}
     assert status == "FINISHED"
     assert points == dict.fromkeys(expected, 1)
 

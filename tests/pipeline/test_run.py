@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rl_core.learner.learner import fold_claims
-from rl_core.metrics import STATES, names
+from rl_core.metrics import STATES, tracked_names
 from rl_core.observations import observed_steps, read_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_identity import read_identity
@@ -71,9 +71,9 @@ def test_mlflow_has_one_point_per_metric_and_step(finished: Command, home: Home)
     run_id = finished.json["mlflow_run_id"]
     status, points = home.tracked(run_id)
     assert status == "FINISHED"
-    per_step = [*names("learner"), *names("owner")]
+    per_step = [*tracked_names("learner"), *tracked_names("owner")]
     expected = {(name, k) for name in per_step for k in range(STEPS)}
-    expected |= {(name, k) for name in names("validator") for k in (0, 6, 12)}
+    expected |= {(name, k) for name in tracked_names("validator") for k in (0, 6, 12)}
     assert points == dict.fromkeys(expected, 1)
     artifacts = {path.name for path in home.path.glob(f"mlflow/artifacts/{run_id}/artifacts/figures/*")}
     assert artifacts == {"learning-curve.png", "staleness.png", "timeline.png"}

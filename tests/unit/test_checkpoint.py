@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,21 @@ import torch
 from rl_core.checkpoint import (
     MANIFEST,
     CheckpointState,
+    best_checkpoint,
     checkpoints,
     newest_whole,
     read_checkpoint,
+    read_parameters,
     sweep_aside,
     write_checkpoint,
 )
+from rl_core.config import CheckpointConfig
 from rl_core.errors import CheckpointDamaged, StaleAttempt
 from rl_core.model_setup import model_digests
 from rl_core.run_dir import RunDir, put_if_absent, to_json
+from rl_core.types import WeightVersion
+from rl_core.versions import pin, put_version, unpin
+from rl_core.weights import digest_tensors
 from tests.learning import start_attempt
 
 
@@ -28,11 +35,13 @@ def state(n: int, version_step: int | None = None) -> CheckpointState:
                            version_step=n if version_step is None else version_step)
 
 
-def write(run: RunDir, n: int, *, version: dict[str, torch.Tensor] | None = None, attempt: int = 1) -> Path:
+def write(run: RunDir, n: int, *, version: dict[str, torch.Tensor] | None = None, attempt: int = 1,
+          settings: CheckpointConfig | None = None) -> Path:
     parameters = {"w": torch.full((3,), float(n))}
     optimizer = {"exp_avg/w": torch.full((3,), n / 7), "step/w": torch.tensor(float(n))}
     return write_checkpoint(run, state(n, None if version is None else n - 1), parameters=parameters,
-                            optimizer=optimizer, version=version, attempt=attempt, keep=2, fsync=False)
+                            optimizer=optimizer, version=version, attempt=attempt, fsync=False,
+                            settings=settings or CheckpointConfig(keep=2, best=None))
 
 
 def cut(file: Path) -> None:
@@ -68,6 +77,107 @@ def test_only_the_newest_are_kept(run):
         write(run, n)
     assert checkpoints(run) == [6, 8]
     assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
+
+
+def validate(run: RunDir, step: int, accuracy: float | None, **fields: object) -> None:
+    put_if_absent(run.validation(step), to_json({"step": step, "greedy_accuracy": accuracy, **fields}))
+
+
+KEPT = {
+    "the newest": ({"best": None}, {}, [70, 80]),
+    "every 30th": ({"best": None, "keep_every": 30}, {}, [30, 60, 70, 80]),
+    "every 20th, one newest": ({"best": None, "keep_every": 20, "keep": 1}, {}, [20, 40, 60, 80]),
+    "the best": ({}, {20: 0.5, 40: 0.9, 60: 0.7}, [40, 70, 80]),
+    "the first of equals": ({}, {20: 0.9, 40: 0.9}, [20, 70, 80]),
+    "the one before the best": ({}, {45: 0.9, 60: 0.7}, [40, 70, 80]),
+    "the best and every 30th": ({"keep_every": 30}, {40: 0.9}, [30, 40, 60, 70, 80]),
+    "the best is among the newest": ({}, {40: 0.1, 70: 0.9}, [70, 80]),
+    "the initial model is the best": ({}, {0: 0.9, 40: 0.5}, [70, 80]),
+    "a value that is not known": ({}, {40: None, 50: 0.2}, [50, 70, 80]),
+    "no validation": ({}, {}, [70, 80]),
+}
+
+
+@pytest.mark.parametrize(("settings", "accuracies", "kept"), KEPT.values(), ids=KEPT)
+def test_what_is_kept(run, settings, accuracies, kept):
+    """Every validation has ended when the next checkpoint is written."""
+    for n in range(10, 90, 10):
+        write(run, n, settings=CheckpointConfig.model_validate({"keep": 2, **settings}))
+        for step in [step for step in accuracies if step < n + 10]:
+            validate(run, step, accuracies[step])
+    assert checkpoints(run) == kept
+
+
+def test_the_best_is_told_from_the_disk_alone(run):
+    assert best_checkpoint(run, "greedy_accuracy") is None
+    for step, accuracy, mean in ((0, 0.3, 0.2), (20, 0.8, 0.1), (40, 0.8, 0.4), (50, 0.7, 0.5)):
+        validate(run, step, accuracy, by_source={"gsm8k": {"mean_at_n": mean}})
+    assert best_checkpoint(run, "greedy_accuracy") is None  # nothing at or before step 20
+    for n in (20, 40, 60):
+        write(run, n, settings=CheckpointConfig(keep=3))
+    assert best_checkpoint(run, "greedy_accuracy") == 20
+    assert best_checkpoint(run, "by_source.gsm8k.mean_at_n") == 40
+    assert best_checkpoint(run, "sampled_accuracy") is None
+
+
+def test_what_is_still_validated_is_kept_until_its_record_is_there(run):
+    settings = CheckpointConfig(keep=1)
+    for n in (10, 20):
+        put_version(run, WeightVersion(v=n, step=n, idx=n, attempt=1, digest="d"))
+    pin(run, "validate", 10)
+    write(run, 10, settings=settings)
+    write(run, 20, settings=settings)
+    pin(run, "validate", 20)
+    write(run, 30, settings=settings)
+    assert checkpoints(run) == [10, 20, 30]
+    validate(run, 10, 0.4)
+    validate(run, 20, 0.6)
+    unpin(run, "validate", 10)
+    unpin(run, "validate", 20)
+    write(run, 40, settings=settings)
+    assert checkpoints(run) == [20, 40]
+    validate(run, 40, 0.7)
+    write(run, 50, settings=settings)
+    assert checkpoints(run) == [40, 50]
+
+
+def test_a_checkpoint_before_the_last_publication_is_kept_until_that_is_validated(run):
+    """Published every 4 steps, so what is validated behind checkpoint 30 has 28 steps; the checkpoint before is 20."""
+    settings = CheckpointConfig(keep=1)
+    write(run, 20, settings=settings)
+    write_checkpoint(run, state(30, 28), parameters={"w": torch.ones(1)}, optimizer={}, version={"w": torch.ones(1)},
+                     attempt=1, settings=settings, fsync=False)
+    assert checkpoints(run) == [20, 30]
+    validate(run, 28, 0.9)
+    write(run, 40, settings=settings)
+    assert checkpoints(run) == [20, 40]
+
+
+def test_a_best_that_no_validation_tells_is_a_warning(run, caplog):
+    settings = CheckpointConfig(keep=1, best="by_source.gsm8k.greedy_accuracy")
+    write(run, 10, settings=settings)
+    assert caplog.records == []
+    validate(run, 10, 0.5, by_source={"math": {"greedy_accuracy": 0.5, "mean_at_n": None}})
+    write(run, 20, settings=settings)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said == ("checkpoint.best: no validation has a number 'by_source.gsm8k.greedy_accuracy', so no best "
+                    "checkpoint is kept; there are greedy_accuracy, by_source.math.greedy_accuracy")
+    assert checkpoints(run) == [20]
+
+
+def test_parameters_are_read_without_the_optimizer_and_checked(run):
+    parameters = {"w": torch.arange(3.0)}
+    made = replace(state(4), weights_digest=digest_tensors(parameters.items()))
+    directory = write_checkpoint(run, made, parameters=parameters, optimizer={}, version=None, attempt=1, fsync=False,
+                                 settings=CheckpointConfig())
+    (directory / "optimizer.safetensors").unlink()
+    found, tensors = read_parameters(run, 4)
+    assert found == made and tensors["w"].tolist() == [0.0, 1.0, 2.0]
+    bit_flip(directory)
+    with pytest.raises(CheckpointDamaged, match=r"parameters.safetensors: does not match"):
+        read_parameters(run, 4)
+    with pytest.raises(CheckpointDamaged, match=r"n-000000005"):
+        read_parameters(run, 5)
 
 
 def test_there_is_none_before_the_first(run):

@@ -87,6 +87,19 @@ def test_the_oldest_are_claimed_and_listed_in_training_order(run: RunDir) -> Non
     assert [(g.seq, g.row) for g in claim.groups] == [(1, 1), (0, 1), (1, 0), (0, 0)]
 
 
+def test_the_reward_of_what_was_sampled_counts_every_answer_that_lands_once(run: RunDir) -> None:
+    w = writer(run)
+    w.land([make_group(0, rewards=[9.0] * 4)])
+    experience = start(run)
+    experience.discover(full=True)
+    assert np.isnan(experience.take_sampled()), "what a start finds was sampled before it"
+    w.land([make_group(1, rewards=[1.0, 0.0, 0.0, 0.0]), make_group(2, n=2, n_expected=4, rewards=[1.0, 1.0])])
+    w.land([make_group(3, rewards=[0.0] * 4)])
+    experience.discover()
+    assert experience.take_sampled() == pytest.approx(3 / 10)
+    assert np.isnan(experience.take_sampled())
+
+
 def empty_claim(step: int) -> Claim:
     return Claim(step=step, idx=step, attempt=1, consumer="learner", eta="2", hard_max=8, policy="keep", groups=(),
                  group_ids_digest=group_ids_digest([]), shard_digests={}, masked=(), dropped=(), revision=0, ts_us=0)

@@ -14,11 +14,13 @@ import pytest
 
 from rl_core.experience.ledger import group_ids_digest, put_claim, put_drops
 from rl_core.experience.shards import ShardWriter
-from rl_core.history import read_history, summarize, trained_ages
+from rl_core.history import read_history
+from rl_core.landed_groups import trained_ages
 from rl_core.metrics import names
 from rl_core.observations import observed_steps, put_observation, read_observation
 from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, to_json
+from rl_core.summary import summarize
 from rl_core.types import Claim, Drop, ShardRef, StepRecord
 from tasks.figures import draw_figures, learning_curve, merge_cells, smooth, staleness_histogram, step_edges, timeline
 from tests.builders import make_claim, make_group, make_run
@@ -123,6 +125,21 @@ def test_the_learning_curve_shows_reward_and_validations_at_the_steps_done(run: 
     assert (faint.get_xdata().tolist(), faint.get_ydata().tolist()) == ([1, 2, 3], [0.0, 0.25, 0.5])
     assert smoothed.get_ydata().tolist() == [0.25, 0.25, 0.25]
     assert (list(greedy.get_xdata()), greedy.get_ydata().tolist()) == ([0, 3], [0.375, 0.875])
+
+
+def test_the_learning_curve_shows_intervals_and_data_sources(run: RunDir) -> None:
+    for step, by_source in ((5, {"a": {"greedy_accuracy": 0.5}, "b": {"greedy_accuracy": None}}),
+                            (6, {"b": {"greedy_accuracy": 0.25}})):
+        put_if_absent(run.validation(step), to_json({
+            "step": step, "v": step, "greedy_accuracy": 0.5, "n": 8, "greedy_interval": [0.25, 0.75],
+            "by_source": by_source, "ts_us": 1}))
+    ax = learning_curve(read_history(run), "k").axes[0]
+    a, b = ax.lines[3:]
+    assert (a.get_label(), b.get_label()) == ("greedy, a", "greedy, b")
+    np.testing.assert_equal(a.get_ydata(), [math.nan, math.nan, 0.5, math.nan])
+    np.testing.assert_equal(b.get_ydata(), [math.nan, math.nan, math.nan, 0.25])
+    [band] = ax.collections
+    assert {(5.0, 0.25), (5.0, 0.75)} <= {tuple(point) for point in band.get_paths()[0].vertices.tolist()}
 
 
 def test_the_histogram_tells_what_is_over_the_limit(run: RunDir) -> None:

@@ -211,6 +211,47 @@ def test_a_record_has_exactly_the_learners_metrics_and_their_values(tmp_path):
     assert 0.5 < first["weights/changed"] <= 1.0
     assert first["train/learning_rate"] == config.learner.lr
     assert 2.0 < first["train/entropy"] < math.log(97)
+    assert records[0].by_source == {"sort": {"n": 16, "reward_mean": 0.5, "correct": 0.5,
+                                             "length_mean": pytest.approx(np.mean(lengths))}}
+    assert (first["system/proximal_s"], records[0].parts) == (0.0, {}), "a step of one update makes no proximal pass"
+    times = [first[f"system/{name}_s"] for name in ("proximal", "update", "publish")]
+    assert min(times[1:]) > 0.0 and sum(times) <= first["system/step_s"]
+    assert first["system/waiting_s"] >= 0.0 and 0.0 < first["system/mfu"] < 1.0
+
+
+def test_reward_parts_are_in_the_record_and_its_metrics(tmp_path):
+    config = settings(groups=2)
+    run = new_run(tmp_path, config, steps=0)
+    stock = AutoModelForCausalLM.from_pretrained(run.model)
+    groups = [sampled_by(stock, all_by(0, group)) for group in random_groups(0, 2)]
+    groups = [replace(group, trajectories=tuple(
+        replace(t, score=replace(t.score, parts={"is_short": j / 4, **({"late": 3.0} if g else {})}))
+        for j, t in enumerate(group.trajectories))) for g, group in enumerate(groups)]
+    claim_groups(run, config, 0, groups)
+    record = started(run, config).train(0)
+    assert record is not None
+    assert record.parts == {"is_short": 0.375, "late": 3.0}
+    assert record.metrics["reward/part_is-short_mean"] == 0.375 and record.metrics["reward/part_late_mean"] == 3.0
+    metrics.check(record.metrics, "learner")
+
+
+def test_a_proximal_pass_takes_its_time_and_counts_in_the_flops(tmp_path):
+    config = settings(passes=2, peak_tflops=1e-6)
+    run = new_run(tmp_path, config, steps=1)
+    learner = started(run, config)
+    record = learner.train(0)
+    assert record is not None
+    seconds = record.metrics["system/proximal_s"] + record.metrics["system/update_s"]
+    assert record.metrics["system/proximal_s"] > 0.0
+    groups = random_groups(0)
+    prompts = [len(group.lease.prompt.token_ids_P) for group in groups]
+    tokens = sum(prompts) + sum(len(t.token_ids_L) for group in groups for t in group.trajectories)
+    pairs = sum(p * p / 2 + sum(p * (a := len(t.token_ids_L)) + a * a / 2 for t in group.trajectories)
+                for p, group in zip(prompts, groups, strict=True))
+    weights, _ = learner.tensors()  # tied: the embeddings are the head
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    flops = (3 * 2 + 1) * (2 * parameters * tokens + 4 * 2 * 64 * pairs)
+    assert record.metrics["system/mfu"] == pytest.approx(flops / (seconds * 1e6), rel=1e-6)
 
 
 def test_with_several_updates_the_proximal_pass_agrees_with_the_first_update(tmp_path):

@@ -6,18 +6,26 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from rl_core.metrics import (
     BY_NAME,
+    MAX_PARTS,
+    MAX_SCALARS,
+    MAX_SOURCES,
     METRICS,
     STATES,
     IntervalLedger,
     check,
+    is_part,
+    is_tracked,
     names,
+    part_metrics,
     pool_metrics,
     read_pool,
+    tracked_names,
     utilization,
     validation_metrics,
     weighted_mean,
@@ -41,7 +49,8 @@ class Clock:
 
 def test_the_table_is_small_and_no_name_begins_another() -> None:
     assert len(METRICS) == len(BY_NAME)
-    assert len(names("learner")) + len(names("owner")) <= 60, "scalars of every step"
+    tracked = sum(len(tracked_names(writer)) for writer in ("learner", "owner", "validator"))
+    assert tracked + MAX_PARTS + MAX_SOURCES <= MAX_SCALARS == 60, "scalars of a step in a tracker"
     assert [(a, b) for a in BY_NAME for b in BY_NAME if a != b and b.startswith(a)] == []
     assert {name.split("/")[0] for name in BY_NAME} == GROUPS
     assert all(name.count("/") == 1 for name in BY_NAME)
@@ -144,12 +153,62 @@ def test_pool_metrics_are_those_since_the_reading_before_also_over_a_restart() -
     # r-1 died and came back: its new incarnation counts from 0.
     now = read_pool([status("r-0", "r-0-aa", 6, 1300, 130, 13.0, 1.0), status("r-1", "r-1-cc", 5, 100, 10, 1.0, 1.0)],
                     at_s=104.0, before=before)
-    metrics = pool_metrics(now, in_flight=9, published_idx=6)
+    metrics = pool_metrics(now, in_flight=9, published_idx=6, sampled=0.25)
     check(metrics, "owner")
     assert metrics == pytest.approx({
         "utilization/rollout_busy": 4.0 / 6.0, "utilization/rollout_waiting": 2.0 / 6.0,
         "utilization/rollout_syncing": 0.0, "utilization/rollout_paused": 0.0, "weights/served_lag": 1.0,
-        "rollout/tokens_per_s": 100.0, "rollout/wasted": 0.1, "rollout/in_flight": 9.0})
+        "rollout/tokens_per_s": 100.0, "rollout/wasted": 0.1, "rollout/in_flight": 9.0, "reward/sampled": 0.25,
+        "system/swap_s": 0.0})
+
+
+def test_swaps_are_the_mean_over_the_workers_since_the_reading_before() -> None:
+    def syncing(stream: str, seconds: float) -> WorkerStatus:
+        return replace(status(stream, stream, 1, 0, 0, 1.0, 0.0), seconds={"busy": 1.0, "syncing": seconds})
+
+    before = read_pool([syncing("r-0", 1.0), syncing("r-1", 2.0)], at_s=10.0)
+    now = read_pool([syncing("r-0", 1.5), syncing("r-1", 2.25)], at_s=12.0, before=before)
+    assert pool_metrics(now, in_flight=0, published_idx=1)["system/swap_s"] == 0.375
+
+
+PARTS = {
+    "as they are": ({"b": 1.0, "a": 0.5}, {"reward/part_a_mean": 0.5, "reward/part_b_mean": 1.0}),
+    "no name begins another": ({"is": 1.0, "is_mean": 2.0, "is_mean_too": 3.0}, {
+        "reward/part_is_mean": 1.0, "reward/part_is-mean_mean": 2.0, "reward/part_is-mean-too_mean": 3.0}),
+    "the same when written plainly": ({"a b": 1.0, "a/b": 2.0}, {
+        "reward/part_a-b_mean": 1.0, "reward/part_a-b-2_mean": 2.0}),
+    "six of eight": (dict.fromkeys("hgfedcba", 1.0), {f"reward/part_{letter}_mean": 1.0 for letter in "abcdef"}),
+}
+
+
+@pytest.mark.parametrize(("parts", "expected"), PARTS.values(), ids=PARTS)
+def test_reward_parts_become_metrics(parts: dict[str, float], expected: dict[str, float]) -> None:
+    found = part_metrics(parts)
+    assert found == expected and list(found) == list(expected)
+    assert [(a, b) for a in (*found, *BY_NAME) for b in found if a != b and b.startswith(a)] == []
+    assert all(is_part(name) and is_tracked(name) for name in found)
+
+
+def test_what_few_look_at_stays_in_the_record() -> None:
+    check(dict.fromkeys(names("learner"), 0.0) | {"reward/part_a_mean": 1.0}, "learner")
+    assert is_tracked("reward/mean") and not is_tracked("train/ratio_drift") and not is_tracked("of/another version")
+    assert set(tracked_names("learner")) < set(names("learner"))
+
+
+LOOKED_AT_FIRST = """
+reward/mean reward/std reward/correct reward/no_spread_right reward/no_spread_wrong reward/sampled
+rollout/length_mean rollout/length_p95 rollout/length_right rollout/length_wrong rollout/truncated
+train/policy_loss train/entropy train/clip_low train/clip_high train/ratio_max train/kl_proximal train/grad_norm
+train/learning_rate train/skipped_updates train/mismatch_current_k3 train/mismatch_stale_k3 train/effective_samples
+staleness/mean staleness/max staleness/p95 staleness/update_lag_mean staleness/mixed staleness/dropped_tokens
+system/tokens_per_s rollout/tokens_per_s system/samples_per_s system/mfu system/waiting_s system/proximal_s
+system/update_s system/publish_s system/swap_s utilization/learner_busy utilization/learner_waiting
+utilization/rollout_busy utilization/rollout_waiting validation/greedy_accuracy
+"""
+
+
+def test_the_numbers_that_people_look_at_first_are_tracked() -> None:
+    assert [name for name in LOOKED_AT_FIRST.split() if not is_tracked(name)] == []
 
 
 def test_the_first_reading_counts_from_the_start_of_the_workers() -> None:

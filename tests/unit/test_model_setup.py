@@ -29,7 +29,7 @@ from rl_core.model_setup import (
 )
 from rl_core.rollout.environments.sort import held_out_rows
 from rl_core.rollout.torch_engine import TorchEngine
-from rl_core.tiny_model import IGNORED, habit_row, pad_rows
+from rl_core.tiny_model import IGNORED, habit_row, pad_rows, tail_weights
 from rl_core.tokenizer import CHARACTERS, VOCABULARY, character_tokenizer, encode_chat
 from rl_core.types import GenerateRequest, Sampling
 
@@ -114,6 +114,24 @@ def test_habits_are_right_with_the_given_share_else_reverse_or_copy() -> None:
     targets = [words.decode(habit_row(words, "sort 31245", 0.35, draw)[1]) for _ in range(4000)]
     shares = {target: targets.count(target) / 4000 for target in set(targets)}
     assert shares == pytest.approx({"12345": 0.35, "54321": 0.325, "31245": 0.325}, abs=0.03)
+
+
+def test_a_tail_is_copies_of_the_question_and_long_for_few() -> None:
+    words, draw = character_tokenizer(), random.Random(1)
+    counts: list[int] = []
+    for _ in range(4000):
+        target = words.decode(habit_row(words, "sort 31245", 0.35, draw, 6.0)[1])
+        answer, *copies = target.split(" ")
+        assert answer in {"12345", "54321", "31245"} and copies == ["31245"] * len(copies)
+        counts.append(len(copies))
+    assert np.mean(counts) == pytest.approx(6.0, rel=0.1)
+    assert 3 <= np.median(counts) <= 5 and np.quantile(counts, 0.95) >= 16 and max(counts) == 32
+
+
+def test_the_answer_outweighs_its_tail() -> None:
+    blank, one, two = (VOCABULARY.index(text) for text in " 12")
+    assert tail_weights([one, two, EOS]) == [1.0, 1.0, 0.1]
+    assert tail_weights([one, two, blank, two, one, EOS]) == [1.0, 1.0, 0.1, 0.1, 0.1, 0.1]
 
 
 def test_labels_are_the_answer_tokens_one_place_early() -> None:

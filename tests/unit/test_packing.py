@@ -16,7 +16,7 @@ from rl_core.learner.logprobs import head_logprobs
 from rl_core.learner.packing import Layout, Pack, fill, last_loss_token, micro_batches, pack, ragged_arange
 from rl_core.learner.policy import PackInputs, Policy, load_policy
 from tests.builders import make_group
-from tests.learning import FAMILIES, answer_logprobs, rows_of, write_model
+from tests.learning import FAMILIES, LiveLogits, answer_logprobs, rows_of, write_model
 
 CPU = torch.device("cpu")
 
@@ -158,6 +158,42 @@ def test_stock_attention_with_a_cache_lets_packed_sequences_see_each_other_and_o
     found = policy(packed).logprob_S
     np.testing.assert_allclose(found.detach(), alone[:3].log_softmax(-1)[[0, 1, 2], second[1:]].detach(), atol=1e-6)
     assert caches == [(False, None)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_changed_sequence_changes_no_bit_of_its_neighbours_in_the_pack(tmp_path, family):
+    """Groups of two answers, so that prompts are shared; one answer gets other tokens, and then one prompt does."""
+    policy = policy_of(write_model(tmp_path / "model", family))
+    batch = stages.assemble(rows_of([make_group(i, n=2, lengths=[9, 12], prompt_length=5 + i) for i in range(3)]))
+    packed = pack(stages.layout_of(batch), np.arange(6))
+    cu, prompt = batch["cu_seqlens"].tolist(), batch["prompt_length"].tolist()
+    ids = batch["input_ids"].clone()
+
+    def logprobs(lo: int, hi: int) -> np.ndarray:
+        batch["input_ids"] = ids.clone()
+        batch["input_ids"][lo:hi] = (ids[lo:hi] + 31) % 97
+        return policy(inputs_of(batch, packed)).logprob_S.detach().numpy()
+
+    before = logprobs(0, 0)
+    answer = logprobs(cu[2] + prompt[2], cu[3])
+    np.testing.assert_array_equal(answer[packed.sequence_S != 2], before[packed.sequence_S != 2])
+    assert np.median(np.abs(answer - before)[packed.sequence_S == 2]) > 1e-2
+    # The prompt of the third group; its two answers share it, and the pack reads the copy of the longer one.
+    shared = logprobs(cu[5], cu[5] + prompt[5])
+    np.testing.assert_array_equal(shared[packed.sequence_S < 4], before[packed.sequence_S < 4])
+    for one in (4, 5):
+        assert np.median(np.abs(shared - before)[packed.sequence_S == one]) > 1e-2
+
+
+@pytest.mark.parametrize("tokens", [300, 900])
+def test_rows_of_logits_in_memory_depend_on_the_chunk_and_not_on_the_loss_tokens(tmp_path, tokens):
+    policy = policy_of(write_model(tmp_path / "model"), chunk=32)
+    batch = stages.assemble(rows_of([make_group(i, n=4, lengths=[tokens // 12] * 4) for i in range(3)]))
+    packed = pack(stages.layout_of(batch), np.arange(12))
+    assert len(packed.target_S) == tokens
+    with LiveLogits(policy.model.lm_head.weight) as watched:
+        policy(inputs_of(batch, packed)).logprob_S.sum().backward()
+    assert watched.widest == 32 and watched.peak <= 6 * 32
 
 
 BLOCKS = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

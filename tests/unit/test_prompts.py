@@ -11,7 +11,8 @@ import pytest
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError
-from rl_core.rollout.dataset import read_jsonl
+from rl_core.rollout.data_files import read_file
+from rl_core.rollout.data_rows import Keys
 from rl_core.rollout.environments.sort import MAX_ROWS, held_out_rows, sort_rows
 from rl_core.rollout.prompts import PromptSource, Tokenizer, epoch_order, load_tokenizer
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
@@ -108,22 +109,24 @@ def test_positions_outside_the_epoch_are_refused(tokenizer: Tokenizer) -> None:
 # -- files
 
 
-def test_a_file_gives_texts_chats_token_ids_and_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_files_give_texts_chats_token_ids_and_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = jsonl(tmp_path / "sums.jsonl", {"prompt": "1+1?", "answer": 2, "level": 3}, "",
-                 {"prompt": [{"role": "system", "content": "be short"}, {"role": "user", "content": "2+2?"}],
-                  "answer": "4", "data_source": "hard"}, {"prompt": [1, 4, 6], "answer": "x"})
-    source = PromptSource(with_data(train=str(path), validation=str(path), validation_size=2, shuffle=False), tokenizer,
-                          vocab_size=VOCAB)
-    first, second, third = (source.at(0, i) for i in range(3))
+                 {"prompt": "1+2?", "answer": 3, "level": 3})
+    chats = jsonl(tmp_path / "chats.jsonl", {"prompt": [{"role": "system", "content": "be short"},
+                                                        {"role": "user", "content": "2+2?"}],
+                                             "answer": "4", "data_source": "hard"})
+    ids = jsonl(tmp_path / "ids.jsonl", {"prompt": [1, 4, 6], "answer": "x"})
+    source = PromptSource(with_data(train=[str(path), str(chats), str(ids)], validation=str(path), validation_size=2,
+                                    shuffle=False), tokenizer, vocab_size=VOCAB)
+    first, _, second, third = (source.at(0, i) for i in range(4))
     assert (first.answer, first.data_source, first.columns) == ("2", "sums", {"level": 3, "prompt": "1+1?"})
     assert (second.answer, second.data_source) == ("4", "hard")
     assert tokenizer.decode(second.token_ids_P, skip_special_tokens=False) == (
         "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
     assert third.token_ids_P.tolist() == [1, 4, 6]
     assert [prompt.prompt_idx for prompt in source.validation()] == [0, 1]
-    same = PromptSource(with_data(train=str(path)), tokenizer).digest
-    jsonl(path, {"prompt": "1+1?", "answer": 3})
-    assert same == source.digest != PromptSource(with_data(train=str(path)), tokenizer).digest
+    assert [source.where(i).removeprefix(f"{tmp_path}/") for i in range(4)] == [
+        "sums.jsonl:1", "sums.jsonl:3", "chats.jsonl:1", "ids.jsonl:1"]
 
 
 def test_no_validation_is_no_prompts(tokenizer: Tokenizer) -> None:
@@ -149,22 +152,32 @@ BAD_ROWS = {
     "assistant last": (user("a", "assistant"), r"d.jsonl:3: the last message .* assistant"),
     "message without content": (user(None), r"d.jsonl:3: message 0 .* must have `role` and a text `content`"),
     "too long": ({"prompt": "a" * 64, "answer": "1"}, r"d.jsonl:3: the prompt has 72 tokens; the limit is 64 \(data.m"),
+    "one of two shapes": ({"prompt": "a", "reward_model": {"ground_truth": "1"}},
+                          r"d.jsonl:3: the row has its answer in `reward_model.ground_truth`, and .*d.jsonl:1 has its"),
+    "another form": (user("a"), r"d.jsonl:3: `prompt` is a chat, and .*d.jsonl:1 has a text: one file holds one form"),
     "unknown characters": ({"prompt": "sort ß", "answer": "1"}, r"d.jsonl:3: the model's tokenizer cannot represent"),
     "token outside vocabulary": ({"prompt": [1, VOCAB], "answer": "1"}, r"d.jsonl:3: token id 58 is outside .* of 58"),
     "negative token": ({"prompt": [1, -1], "answer": "1"}, r"d.jsonl:3: token id -1 is outside"),
 }
 
 
-@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_named_by_file_and_line(row: Any, message: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = jsonl(tmp_path / "d.jsonl", {"prompt": "1", "answer": "1"}, "", row, {"prompt": "2", "answer": "2"})
+GOOD_PROMPTS = {"role the template refuses": [{"role": "user", "content": "1"}], "token outside vocabulary": [1],
+                "negative token": [1]}
+"""Of the other rows of the file, where they are no text."""
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_named_by_file_and_line(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row, message = BAD_ROWS[name]
+    good = {"prompt": GOOD_PROMPTS.get(name, "1"), "answer": "1"}
+    path = jsonl(tmp_path / "d.jsonl", good, "", row, good)
     with pytest.raises(DataError, match=message):
         PromptSource(with_data(train=str(path), max_prompt_tokens=64), tokenizer, vocab_size=VOCAB)
 
 
 def test_an_empty_answer_is_fine_for_a_reward_that_does_not_compare(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", {"prompt": "1", "answer": ""})
-    assert read_jsonl(path, needs_answer=False)[0].answer == ""
+    assert read_file(path, Keys(needs_answer=False)).row(0).answer == ""
 
 
 BAD_FILES = {
@@ -181,7 +194,7 @@ def test_a_bad_file_is_named(data: bytes | None, message: str, tmp_path: Path) -
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(DataError, match=message):
-        read_jsonl(path)
+        read_file(path, Keys())
 
 
 def test_a_chat_needs_a_template(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -55,7 +55,10 @@ class Prompts:
     def at(self, dataset_epoch: int, position: int) -> Prompt:
         if self.error is not None:
             raise self.error
-        return make_prompt(position, dataset_epoch=dataset_epoch, prompt_idx=7 * position % self.n)
+        return make_prompt(position, dataset_epoch=dataset_epoch, prompt_idx=self.prompt_idx(dataset_epoch, position))
+
+    def prompt_idx(self, dataset_epoch: int, position: int) -> int:
+        return 7 * position % self.n
 
 
 class Worker:

@@ -117,6 +117,23 @@ def test_correct_is_nan_where_the_reward_does_not_say(tmp_path: Path) -> None:
     assert np.array_equal(rows.correct_N, [1, 0, np.nan, np.nan, 1], equal_nan=True)
 
 
+def test_parts_and_sources_are_those_of_each_answer_and_group(tmp_path: Path) -> None:
+    def scored(i: int, source: str, parts: dict[str, float]) -> TrajectoryGroup:
+        group = make_group(i, n=2)
+        return replace(group, lease=replace(group.lease, prompt=replace(group.lease.prompt, data_source=source)),
+                       trajectories=tuple(replace(t, score=replace(t.score, parts={k: v + j for k, v in parts.items()}))
+                                          for j, t in enumerate(group.trajectories)))
+
+    groups = [scored(0, "sort", {"a": 0.5}), scored(1, "chat", {"a": 1.5, "b": 2.5}), scored(2, "sort", {})]
+    run, claim = landed(tmp_path, groups, per_shard=1)
+    rows = read_claim_rows(run, claim, rank=0, ranks=1, versions=VERSIONS)
+    assert (rows.sources, rows.source_G.tolist()) == (("chat", "sort"), [1, 0, 1])
+    assert list(rows.parts) == ["a", "b"]
+    nan = np.nan
+    np.testing.assert_equal(rows.parts["a"], np.array([0.5, 1.5, 1.5, 2.5, nan, nan], np.float32))
+    np.testing.assert_equal(rows.parts["b"], np.array([nan, nan, 2.5, 3.5, nan, nan], np.float32))
+
+
 def test_staging_is_reused_grows_and_is_writable(tmp_path: Path) -> None:
     small, claim_small = landed(tmp_path / "a", [make_group(0, n=1, lengths=[5])])
     large, claim_large = landed(tmp_path / "b", [make_group(0, n=1, lengths=[5000])])

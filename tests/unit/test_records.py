@@ -41,6 +41,22 @@ def test_a_record_is_json_and_read_back_with_nan_for_what_does_not_exist(run: Ru
     assert replace(found, metrics=RECORD.metrics, seconds=RECORD.seconds) == RECORD
 
 
+def test_a_record_says_what_each_data_source_and_each_reward_part_came_to(run: RunDir) -> None:
+    by_source = {"sort": {"n": 4, "reward_mean": 0.5, "correct": math.nan, "length_mean": 2.0}}
+    put_record(run, replace(RECORD, by_source=by_source, parts={"format": 0.25, "nothing": math.nan}))
+    assert strict(run.record(3).read_bytes())["by_source"]["sort"]["correct"] is None
+    found = read_record(run, 3)
+    assert found.by_source["sort"]["n"] == 4 and math.isnan(found.by_source["sort"]["correct"])
+    assert found.parts["format"] == 0.25 and math.isnan(found.parts["nothing"])
+
+
+def test_a_record_from_before_there_were_sources_and_parts_is_read(run: RunDir) -> None:
+    stored = {name: value for name, value in asdict(RECORD).items() if name not in ("by_source", "parts")}
+    run.records.mkdir(parents=True)
+    run.record(3).write_bytes(to_json(stored))
+    assert (read_record(run, 3).by_source, read_record(run, 3).parts) == ({}, {})
+
+
 def test_a_record_with_the_word_nan_is_still_read(run: RunDir) -> None:
     run.records.mkdir(parents=True)
     run.record(3).write_text(json.dumps({"format": 1, **asdict(RECORD)}))

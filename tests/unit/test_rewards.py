@@ -88,7 +88,7 @@ BAD = {
     "a text": ("def score(a, b): return '1.0'", r"the result is '1.0' of type str; it must be a number"),
     "a list": ("def score(a, b): return [1.0]", r"the result is \[1.0\] of type list; it must be a number"),
     "nothing": ("def score(a, b): pass", r"the result is None of type NoneType"),
-    "dict without reward": ("def score(a, b): return {'score': 1}", r"has no `reward`: \{'score': 1\}"),
+    "dict without reward": ("def score(a, b): return {'points': 1}", r"has no `reward` and no `score`: \{'points': 1"),
     "unknown column": ("def score(answer, truth, level): return 1", r"'level' is no column of the row; it has \['x'\]"),
 }
 
@@ -179,6 +179,55 @@ def test_a_function_that_cannot_work_is_refused_before_the_start(reward: str, me
     (work / "syntax.py").write_text("def")
     with pytest.raises(ConfigError, match=message):
         check_reward(Config(reward=reward), cwd=work)
+
+
+class OneRow:
+    """Rows of a data set with one row."""
+
+    def __init__(self, **columns: Any) -> None:
+        self._prompt = prompt("42", **columns)
+
+    def first(self) -> tuple[Prompt, str]:
+        return self._prompt, "rows.jsonl:1"
+
+    def without(self, column: str) -> str | None:
+        return None if column in self._prompt.columns else "rows.jsonl:1"
+
+
+TRIED: dict[str, tuple[str, str]] = {
+    "wrong length": ("def score(prompts, completions, **columns): return [1.0] * 2",
+                     r"the result has 2 rewards for 1 completion"),
+    "no list": ("def score(completions, **columns): return 1.0", r"in TRL's signature it must be a list"),
+    "NaN": ("def score(solution_str): return {'score': float('nan')}", r"`score` is nan; it must be finite"),
+    "a text": ("def score(answer): return 'right'", r"the result is 'right' of type str"),
+    "raises": ("def score(answer): return 1 / 0", r"raised ZeroDivisionError: division by zero"),
+    "hangs": ("def score(answer):\n while True: pass", r"no answer within 0.3 s"),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), TRIED.values(), ids=TRIED)
+def test_a_reward_that_fails_on_the_first_row_is_refused_before_the_start(source: str, message: str,
+                                                                          tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(source)
+    config = Config.model_validate({"reward": "./reward.py:score", "deadlines": {"reward_s": 0.3}})
+    with pytest.raises(ConfigError, match=rf"(?s){message}.*trial on rows.jsonl:1, with the row's own answer '42'; m"):
+        check_reward(config, cwd=tmp_path, rows=OneRow())
+
+
+def test_a_column_that_rows_lack_is_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def score(completions, level, **columns): return [level[0]]")
+    config = Config(reward="./reward.py:score")
+    with pytest.raises(ConfigError, match=r"asks for the column 'level', and rows.jsonl:1 has none; give the"):
+        check_reward(config, cwd=tmp_path, rows=OneRow())
+    check_reward(config, cwd=tmp_path, rows=OneRow(level=3))
+
+
+def test_a_ground_truth_without_a_number_is_refused_before_the_start() -> None:
+    rows = OneRow()
+    check_reward(Config(reward="gsm8k"), rows=rows)
+    rows._prompt = prompt("many")
+    with pytest.raises(ConfigError, match=r"(?s)'many' holds no number.*trial on rows.jsonl:1.*give the row another"):
+        check_reward(Config(reward="gsm8k"), rows=rows)
 
 
 def test_modules_come_from_the_working_directory_or_allowed_packages(tmp_path: Path,

@@ -15,17 +15,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig
 
 from rl_core.config import TinyModel
 from rl_core.errors import DeadPart, WeightsDamaged
+from rl_core.rollout.decoder import FunctionalModel
 from rl_core.rollout.engine import Engine
+from rl_core.rollout.models import RecomputeModel
 from rl_core.rollout.rows import StopStrings, version_runs
 from rl_core.rollout.torch_engine import TorchEngine
 from rl_core.tiny_model import make_tiny_model
 from rl_core.tokenizer import IM_END, VOCABULARY, character_tokenizer
 from rl_core.types import Completion, GenerateRequest, Sampling, WeightVersion
 from rl_core.weights import digest_tensors, write_weights
+from tests.learning import FAMILIES, write_model
 
 EOS = VOCABULARY.index(IM_END)
 DEADLINE_S = 60
@@ -94,6 +97,42 @@ def test_logprobs_are_those_of_transformers_over_the_same_tokens(model_dir: Path
         expected = table[np.arange(len(table)), answer.token_ids_L]
         np.testing.assert_allclose(answer.logprobs_L, expected, atol=3e-5)
         assert (answer.token_ids_L.dtype, answer.logprobs_L.dtype) == (np.int32, np.float32)
+
+
+ANY_ARCHITECTURE: dict[str, Any] = {
+    **dict.fromkeys(FAMILIES),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    "gpt_neox": GPTNeoXConfig(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                              num_attention_heads=4, max_position_embeddings=256),
+}
+"""The last ones, and sliding windows, go the slow way: a plain forward over the whole context for every token."""
+
+
+@pytest.mark.parametrize("family", ANY_ARCHITECTURE)
+def test_logprobs_of_any_architecture_are_those_of_its_plain_forward(family: str, tmp_path: Path,
+                                                                     engines: list[TorchEngine]) -> None:
+    if ANY_ARCHITECTURE[family] is None:
+        write_model(tmp_path, family)
+    else:
+        AutoModelForCausalLM.from_config(ANY_ARCHITECTURE[family]).save_pretrained(tmp_path)
+    engines.append(engine := TorchEngine(tmp_path, slots=4))
+    requests = [request(i, max_new_tokens=4 + 5 * i) for i in range(6)]
+    for one, answer in zip(requests, answers(engine, requests), strict=True):
+        table = reference_logprobs(tmp_path, one.token_ids_P, answer.token_ids_L)
+        np.testing.assert_allclose(answer.logprobs_L, table[np.arange(len(table)), answer.token_ids_L], atol=1e-5)
+    fast = family in ("qwen3", "llama", "qwen2")
+    assert isinstance(engine._model, FunctionalModel if fast else RecomputeModel)
+
+
+def test_the_slow_way_reads_the_whole_context_for_every_token(tmp_path: Path, engines: list[TorchEngine]) -> None:
+    AutoModelForCausalLM.from_config(ANY_ARCHITECTURE["gpt2"]).save_pretrained(tmp_path)
+    engines.append(engine := TorchEngine(tmp_path, slots=4))
+    model, read = engine._model, []
+    assert isinstance(model, RecomputeModel)
+    model._model.register_forward_pre_hook(lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]),
+                                           with_kwargs=True)
+    answer = answers(engine, [request(0, [9] * 10, stop_token_ids=(), max_new_tokens=20)])[0]
+    assert read == list(range(10, 10 + len(answer.token_ids_L)))
 
 
 def test_greedy_answers_are_those_of_generate(model_dir: Path, engines: list[TorchEngine]) -> None:

@@ -431,6 +431,59 @@ def test_one_success_resets_the_count_of_failed_rewards(stage: Callable[..., Sta
         s.until(landed=1)
 
 
+class MeetingScorer(ScriptedScorer):
+    """Exact match; each call waits until `parties` calls are there together, and a text of `held` for `go`."""
+
+    def __init__(self, parties: int = 1, held: str = "") -> None:
+        super().__init__()
+        self._barrier, self._held, self.go = threading.Barrier(parties), held, threading.Event()
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        if text == self._held:
+            self.go.wait(10)
+        else:
+            self._barrier.wait(10)
+        return super().__call__(prompt, text)
+
+    def close(self) -> None:
+        self.go.set()
+
+
+def test_answers_are_scored_side_by_side_and_land_in_their_order(stage: Callable[..., Stage]) -> None:
+    def script(request: GenerateRequest, v: int) -> Completion:
+        return completion(request, ("123", "321", "1", "123")[response_and_try(request)[0]], v=v)
+
+    s = stage(script, scorer=MeetingScorer(parties=4), scoring={"workers": 4})
+    s.worker.lease([lease(i) for i in range(3)])
+    s.until(landed=3)
+    assert [row["reward"] for row in s.rows().values()] == [[1.0, 0.0, 0.0, 1.0]] * 3
+    assert [row["extracted"] for row in s.rows().values()] == [["123", "321", "1", "123"]] * 3
+
+
+def test_a_reward_that_hangs_holds_its_own_group_alone_until_the_deadline(stage: Callable[..., Stage]) -> None:
+    def script(request: GenerateRequest, v: int) -> Completion:
+        response, _ = response_and_try(request)
+        return completion(request, "666" if response == 0 and "e0-p0-" in request.request_id else "123", v=v)
+
+    scorer = MeetingScorer(held="666")
+    s = stage(script, scorer=scorer, scoring={"workers": 2}, deadlines={"group_s": 0.5})
+    s.worker.lease([lease(0, n=4, min_group=4), lease(1), lease(2)])
+    events = s.until(landed=2, outcomes=1)
+    (outcome,) = events.outcomes
+    assert (outcome.group_id, outcome.reason) == ("e0-p0-t0", "group_deadline")
+    assert sorted(s.rows()) == ["e0-p1-t0", "e0-p2-t0"]
+    scorer.go.set()
+    assert s.worker.status().in_flight == ()
+
+
+def test_failures_of_many_threads_are_counted_in_a_row(stage: Callable[..., Stage]) -> None:
+    s = stage(lambda request, v: completion(request, "666"), scorer=ScriptedScorer(**FAILURES),
+              failure={"reward_failures": 30}, scoring={"workers": 4})
+    s.worker.lease([lease(i) for i in range(10)])
+    with pytest.raises(FailureBudgetSpent, match=r"(30|31|32|33) reward calls failed in a row"):
+        s.until(outcomes=10)
+
+
 def test_a_worker_without_weights_takes_no_lease(tmp_path: Path, tokenizer: Tokenizer) -> None:
     s = Stage(RunDir(tmp_path), tokenizer, right)
     with pytest.raises(ValueError, match="rollout-0 serves no weight version yet"):

@@ -1,32 +1,54 @@
-"""The process that runs a user's reward function: one JSON request a line on stdin, one JSON reply a line on stdout.
+"""The process that runs a reward function: one JSON request a line on stdin, one JSON reply a line on stdout.
 
-Started by `function.py` as `python -m rl_core.rollout.rewards.child <cwd> <target>`. It runs the function in its main
+Started by `function.py` as `python -m rl_core.rollout.rewards.child <Task as JSON>`. It runs the function in its main
 thread (scorers that set an alarm work), sends what the function prints to stderr, and ends itself when its parent is
 gone, also in the middle of a call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
-import math
-import numbers
 import os
 import queue
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypedDict, cast
 
-TEXT_NAMES = ("answer", "completion")
-TRUTH_NAMES = ("ground_truth", "truth")
-ROW_NAMES = ("prompt", "data_source")
-Request = dict[str, Any]
-"""{text, truth, prompt, data_source, columns}"""
-Argument = Callable[[Request], Any]
+from rl_core.rollout.rewards.results import left_out
+from rl_core.rollout.rewards.signatures import Bound, Request, bind, is_chat
+
+
+class Task(TypedDict):
+    """What this process is to run."""
+
+    target: str
+    """`./file.py:function` (in cwd), `package.module:function`, `regex`, `math_verify` or `reasoning_gym:<name>`."""
+    cwd: str
+    signature: str
+    """As in `scoring.signature`."""
+    answer_key: str
+    pattern: str | None
+    watch: bool
+    """Reply with notes on what a call printed, which threads it left, and which entries of its dict are left out."""
+
+
+def own_reward(task: Task) -> Callable[..., Any] | None:
+    """A reward of Headway's that runs in this process; None for a user's function."""
+    from rl_core.rollout.rewards import math_verify, reasoning_gym, regex
+
+    if task["target"] == "regex":
+        return regex.scorer_of(task["pattern"] or "")
+    if task["target"] == "math_verify":
+        return math_verify.scorer()
+    package, _, name = task["target"].partition(":")
+    return reasoning_gym.scorer_of(name) if package == "reasoning_gym" else None
 
 
 def load(target: str, cwd: str) -> Callable[..., Any]:
@@ -53,118 +75,52 @@ def load(target: str, cwd: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def needed_columns(function: Callable[..., Any]) -> list[str]:
-    """Columns of a row without which the function cannot be called: parameters of other names, without a default."""
-    parameters = list(inspect.signature(function).parameters.values())
-    named = any(p.name in TEXT_NAMES for p in parameters)
-    known = {*TEXT_NAMES, *TRUTH_NAMES, *ROW_NAMES}
-    return [p.name for i, p in enumerate(parameters)
-            if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-            and p.default is inspect.Parameter.empty and p.name not in known and (named or i >= 2)]
+def _bound(task: Task) -> Bound:
+    own = own_reward(task)
+    if own is not None:
+        return bind(own, "answer")
+    sys.path.insert(0, task["cwd"])
+    return bind(load(task["target"], task["cwd"]), task["signature"], task["answer_key"])
 
 
-def bind(function: Callable[..., Any]) -> tuple[list[Argument], dict[str, Argument], bool]:
-    """How a request fills the function's parameters: positional, by name, and whether it takes all other columns.
+class Watch:
+    """What a call leaves behind beside its result. `printed` is a file that standard output goes to."""
 
-    `answer` or `completion` is the model's text; `truth` or `ground_truth` the row's answer; `prompt` and `data_source`
-    are the row's; any other name is a column of the row. If no parameter has a name of the text, the first is the text
-    and the second the ground truth, whatever they are called.
-    """
-    parameters = list(inspect.signature(function).parameters.values())
-    named = any(p.name in TEXT_NAMES for p in parameters)
-    positional: list[Argument] = []
-    by_name: dict[str, Argument] = {}
-    takes_columns = False
-    for i, parameter in enumerate(parameters):
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            takes_columns = True
-            continue
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
-        role = ("text", "truth")[i] if not named and i < 2 else parameter.name
-        argument = _argument(role, parameter)
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            positional.append(argument)
-        else:
-            by_name[parameter.name] = argument
-    if not positional and not by_name:
-        raise ValueError("the function takes no argument for the answer")
-    return positional, by_name, takes_columns
+    def __init__(self, printed: int) -> None:
+        self._printed = printed
+        self._read = 0
+        self._threads = set(threading.enumerate())
 
-
-def _argument(role: str, parameter: inspect.Parameter) -> Argument:
-    if role in ("text", *TEXT_NAMES):
-        return lambda request: request["text"]
-    if role in TRUTH_NAMES:
-        return lambda request: request["truth"]
-    if role in ROW_NAMES:
-        return lambda request: request[role]
-
-    def column(request: Request) -> Any:
-        columns = request["columns"]
-        if role in columns:
-            return columns[role]
-        if parameter.default is inspect.Parameter.empty:
-            raise KeyError(f"parameter {role!r} is no column of the row; it has {sorted(columns)}")
-        return parameter.default
-
-    return column
-
-
-def as_score(value: Any) -> dict[str, Any]:
-    """A function's result as {reward, parts, correct, extracted}: a number, a truth value, or a dict with `reward`.
-
-    A truth value says `correct` too. In a dict, `correct` and `extracted` are what they say, other numbers are parts.
-    Raises ValueError naming the value for anything else, NaN and infinity included.
-    """
-    if not isinstance(value, dict):
-        reward = _number(value, "the result")
-        return {"reward": reward, "parts": {}, "correct": reward if _is_truth(value) else None, "extracted": None}
-    result = dict(cast(dict[str, Any], value))
-    if "reward" not in result:
-        raise ValueError(f"the result has no `reward`: {value!r}")
-    reward = _number(result.pop("reward"), "`reward`")
-    correct = result.pop("correct", None)
-    extracted = result.pop("extracted", None)
-    return {
-        "reward": reward,
-        "correct": None if correct is None else _number(correct, "`correct`"),
-        "extracted": None if extracted is None else str(extracted),
-        "parts": {str(name): _number(part, f"part {name!r}") for name, part in result.items()},
-    }
-
-
-def _is_truth(value: Any) -> bool:
-    return type(value).__name__ in ("bool", "bool_")
-
-
-def _number(value: Any, what: str) -> float:
-    if not isinstance(value, numbers.Real) and not _is_truth(value):
-        raise ValueError(f"{what} is {_short(value)} of type {type(value).__name__}; it must be a number, or the "
-                         "result a dict with `reward`")
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise ValueError(f"{what} is {_short(value)}; it must be finite") from error
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}; it must be finite")
-    return number
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    def notes(self) -> dict[str, Any]:
+        """Since the last call: {printed: text, threads: names of those still alive}."""
+        with contextlib.suppress(ValueError):  # a function that closed it
+            sys.stdout.flush()
+        size = os.fstat(self._printed).st_size
+        text = os.pread(self._printed, min(size - self._read, 200), self._read).decode(errors="replace")
+        self._read = size
+        alive = set(threading.enumerate())
+        left = sorted(thread.name for thread in alive - self._threads)
+        self._threads |= alive
+        return {"printed": text, "threads": left}
 
 
 def _raised(error: BaseException) -> str:
     """`OSError: no net (reward.py:12)`: with the deepest line of the user's own files, where there is one."""
     places = [f"{os.path.relpath(frame.filename)}:{frame.lineno}"
               for frame in traceback.extract_tb(error.__traceback__)
-              if frame.filename.startswith(os.getcwd() + os.sep) and os.path.abspath(frame.filename) != __file__]
+              if frame.filename.startswith(os.getcwd() + os.sep)
+              and os.path.dirname(os.path.abspath(frame.filename)) != os.path.dirname(__file__)]
     return f"{type(error).__name__}: {error}" + (f" ({places[-1]})" if places else "")
 
 
-def _serve(cwd: str, target: str, replies: TextIO) -> None:
+def _hint(bound: Bound, request: Request, error: BaseException) -> str:
+    """People move a TRL reward for chats to rows whose prompts are texts."""
+    if bound.signature == "trl" and isinstance(error, TypeError | IndexError) and not is_chat(request["prompt"]):
+        return "; the row's prompt is a text, so completions are texts, as in TRL; write prompts as chats for messages"
+    return ""
+
+
+def _serve(task: Task, replies: TextIO) -> None:
     def reply(payload: dict[str, Any]) -> None:
         replies.write(json.dumps(payload) + "\n")
         replies.flush()
@@ -177,39 +133,41 @@ def _serve(cwd: str, target: str, replies: TextIO) -> None:
         os._exit(0)  # the parent is gone or has closed us: end also a call that hangs
 
     threading.Thread(target=read, name="requests", daemon=True).start()
+    watch = Watch(1) if task["watch"] else None
     try:
-        function = load(target, cwd)
-        positional, by_name, takes_columns = bind(function)
+        bound = _bound(task)
     except (Exception, SystemExit) as error:  # a user's file may raise anything; the parent names it
         reply({"error": _raised(error)})
         return
-    reply({"ready": True, "columns": needed_columns(function)})
+    reply({"ready": True, "columns": bound.needs, "signature": bound.signature,
+           "notes": watch.notes() if watch else {}})
     while True:
         request = json.loads(requests.get())
         try:
-            rest = {name: value for name, value in request["columns"].items() if name not in by_name} \
-                if takes_columns else {}
-            value = function(*(take(request) for take in positional),
-                             **{name: take(request) for name, take in by_name.items()}, **rest)
+            value = bound.call(request)
         except (Exception, SystemExit) as error:  # a user's function may raise anything; the parent names it
             traceback.print_exc()
-            reply({"error": f"raised {_raised(error)}"})
+            reply({"error": f"raised {_raised(error)}{_hint(bound, request, error)}",
+                   "notes": watch.notes() if watch else {}})
             continue
+        notes = watch.notes() if watch else {}
         try:
-            reply({"score": as_score(value)})
+            result = {"score": bound.score(value)}
+            notes |= {"left_out": left_out(bound.reward_of(value))} if watch else {}
         except ValueError as error:
-            reply({"error": str(error)})
+            result = {"error": str(error)}
+        reply({**result, "notes": notes})
 
 
 def main() -> None:
     """Serve the function named on the command line until the input ends."""
-    cwd, target = sys.argv[1:3]
+    task: Task = json.loads(sys.argv[1])
     # What the function prints must not mix with the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    os.chdir(cwd)
-    sys.path.insert(0, cwd)
-    _serve(cwd, target, replies)
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno() if task["watch"] else 2, 1)
+    os.chdir(task["cwd"])
+    _serve(task, replies)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A user's reward function, `./file.py:function` or `package.module:function`, run in a process of its own.
+"""A reward function in a process of its own: `./file.py:function`, `package.module:function`, or one of Headway's that
+can hang or must not run in a thread (CHILD_REWARDS, `reasoning_gym:<name>`).
 
 One child process per scorer; calls go one after the other, each with a deadline. A call that hangs is ended with its
 process, the next one gets a new process. A function that raises, hangs or returns no finite number is a RewardError
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import importlib.util
 import json
 import os
 import selectors
@@ -23,16 +25,34 @@ from typing import Any
 
 import rl_core
 from rl_core.errors import ConfigError, RewardError, RewardTimeout
+from rl_core.reward_settings import TASK
+from rl_core.rollout.rewards.child import Task
 from rl_core.types import Prompt, Score
 
 START_DEADLINE_S = 60.0
 """A child that starts: interpreter and the imports of the user's file."""
 ALLOWED_IMPORTS = "HEADWAY_ALLOWED_IMPORTS"
+PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
+"""Module and package of what a reward of Headway's needs beside Headway: the extra `tasks`."""
+CHILD_REWARDS = ("regex", "math_verify")
 
 
 def allowed_imports() -> tuple[str, ...]:
     """Top-level packages of HEADWAY_ALLOWED_IMPORTS (comma-separated)."""
     return tuple(name.strip() for name in os.environ.get(ALLOWED_IMPORTS, "").split(",") if name.strip())
+
+
+def is_own(reward: str) -> bool:
+    """Whether a reward that runs in a child process is one of Headway's, by its name."""
+    return reward in CHILD_REWARDS or reward.startswith(TASK)
+
+
+def check_package(reward: str) -> None:
+    """Refuse, with ConfigError, a reward or task of Headway's whose package is not installed. Imports nothing."""
+    module = reward.partition(":")[0]
+    if module in PACKAGES and importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{reward}: needs the package {PACKAGES[module]}, which is not installed; pip install "
+                          "'headway[tasks]'")
 
 
 def check_target(reward: str, cwd: Path, allowed: Sequence[str]) -> None:
@@ -60,26 +80,37 @@ def check_target(reward: str, cwd: Path, allowed: Sequence[str]) -> None:
 
 
 class FunctionScorer:
-    """Scores by a user's function. Thread-safe; one call at a time.
+    """Scores by a function in a child process. Thread-safe; one call at a time.
 
-    Raises ConfigError in the constructor for a path that may not be run; RewardError per call. `start()` loads the
-    function now and raises ConfigError if that fails; otherwise the first call does (RewardError).
+    Raises ConfigError in the constructor for a path that may not be run or a package that is not installed; RewardError
+    per call. `start()` loads the function now and raises ConfigError if that fails; otherwise the first call does
+    (RewardError).
     """
 
-    def __init__(self, reward: str, *, cwd: Path, deadline_s: float, allowed: Sequence[str] = (),
-                 quiet: bool = False) -> None:
-        """`quiet` leaves out what the function prints; else it goes to this process's stderr."""
-        check_target(reward, cwd, allowed)
+    def __init__(self, reward: str, *, cwd: Path, deadline_s: float, allowed: Sequence[str] = (), quiet: bool = False,
+                 signature: str = "auto", answer_key: str = "answer", pattern: str | None = None,
+                 watch: bool = False) -> None:
+        """`quiet` leaves out what the function prints; else it goes to this process's stderr. `signature`,
+        `answer_key` and `pattern` are settings of the run. `watch` asks the child for `notes`."""
+        if is_own(reward):
+            check_package(reward)
+        else:
+            check_target(reward, cwd, allowed)
         self._quiet = quiet
         self._columns: tuple[str, ...] = ()
         self._target = reward
-        self._cwd = cwd.resolve()
+        self._task: Task = {"target": reward, "cwd": str(cwd.resolve()), "signature": signature,
+                            "answer_key": answer_key, "pattern": pattern, "watch": watch}
         self._deadline_s = deadline_s
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._calls = threading.Lock()
         self._state = threading.Lock()
         self._closed = False
+        self.signature = ""
+        """How the function is called, once it is loaded: answer, verl or trl."""
+        self.notes: dict[str, Any] = {}
+        """With `watch`: what loading or the last call printed, left running, or gave in vain."""
 
     def __call__(self, prompt: Prompt, text: str) -> Score:
         columns = dict(prompt.columns)
@@ -87,8 +118,10 @@ class FunctionScorer:
                    "data_source": prompt.data_source, "columns": columns}
         with self._calls:
             child = self._running(RewardError)
+            self.notes = {}
             self._send(child, request)
             reply = self._receive(child, self._deadline_s, RewardError, RewardTimeout)
+            self.notes = reply["notes"]
         if "error" in reply:
             raise RewardError(f"reward {self._target}: {reply['error']}")
         return Score(**reply["score"])
@@ -121,13 +154,14 @@ class FunctionScorer:
             _kill(child)
             raise kind(f"reward {self._target}: cannot be loaded: {reply['error']}")
         self._columns = tuple(reply["columns"])
+        self.signature, self.notes = reply["signature"], reply["notes"]
         return child
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(Path(rl_core.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         # A group of its own, so that whatever the function starts ends with it; no user input ever reaches a shell.
         return subprocess.Popen(
-            [sys.executable, "-m", "rl_core.rollout.rewards.child", str(self._cwd), self._target],
+            [sys.executable, "-m", "rl_core.rollout.rewards.child", json.dumps(self._task)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if self._quiet else None,
             env={**os.environ, "PYTHONPATH": path}, cwd="/", start_new_session=True)
 

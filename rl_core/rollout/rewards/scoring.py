@@ -9,7 +9,9 @@ from typing import Protocol
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RewardError
 from rl_core.rollout.rewards.exact import exact
-from rl_core.rollout.rewards.function import FunctionScorer, allowed_imports
+from rl_core.rollout.rewards.function import FunctionScorer, allowed_imports, is_own
+from rl_core.rollout.rewards.gsm8k import gsm8k
+from rl_core.rollout.rewards.pool import ScorerPool
 from rl_core.types import Completion, Prompt, Score
 
 
@@ -33,8 +35,12 @@ class Rows(Protocol):
         ...
 
 
+IN_PLACE: dict[str, Callable[[Prompt, str], Score]] = {"exact": exact, "gsm8k": gsm8k}
+"""Rewards by name that take no time worth a process: `regex`, `math_verify` and `reasoning_gym:<name>` do."""
+
+
 class InlineScorer:
-    """A function of Headway's own that neither hangs nor raises, called in place."""
+    """A function of Headway's own that does not hang, called in place."""
 
     def __init__(self, function: Callable[[Prompt, str], Score]) -> None:
         self._function = function
@@ -47,14 +53,27 @@ class InlineScorer:
 
 
 def make_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequence[str] | None = None) -> Scorer:
-    """The run's reward. `cwd` is the working directory of the command, which a process elsewhere must be told.
+    """The run's reward, `scoring.workers` calls side by side. `cwd` is the working directory of the command, which a
+    process elsewhere must be told.
 
-    Raises ConfigError for a function that may not be run.
+    Raises ConfigError for a function that may not be run or a package that is not installed.
     """
-    if config.reward == "exact":
-        return InlineScorer(exact)
+    if config.reward in IN_PLACE:
+        return InlineScorer(IN_PLACE[config.reward])
+
+    def make() -> FunctionScorer:
+        return function_scorer(config, cwd=cwd, allowed=allowed)
+
+    return make() if config.scoring.workers == 1 else ScorerPool(make, config.scoring.workers)
+
+
+def function_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequence[str] | None = None,
+                    quiet: bool = False, watch: bool = False) -> FunctionScorer:
+    """The run's reward in one child process, whose start and notes can be asked for. Raises ConfigError."""
     return FunctionScorer(config.reward, cwd=cwd or Path.cwd(), deadline_s=config.deadlines.reward_s,
-                          allowed=allowed_imports() if allowed is None else allowed)
+                          allowed=allowed_imports() if allowed is None else allowed, quiet=quiet,
+                          signature=config.scoring.signature, answer_key=config.data.answer_key,
+                          pattern=config.scoring.pattern, watch=watch)
 
 
 def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None = None) -> None:
@@ -63,11 +82,11 @@ def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None =
     Raises ConfigError if that cannot work: no function, columns that some row lacks, an answer by no deadline, no
     finite number. Without `rows` it is loaded only.
     """
-    if config.reward == "exact":
+    if config.reward in IN_PLACE:
+        if rows is not None:
+            _try_on(make_scorer(config), config.reward, (), rows)
         return
-    cwd = cwd or Path.cwd()
-    scorer = FunctionScorer(config.reward, cwd=cwd, deadline_s=config.deadlines.reward_s, allowed=allowed_imports(),
-                            quiet=True)
+    scorer = function_scorer(config, cwd=cwd, quiet=True)
     try:
         columns = scorer.start()
         if rows is not None:
@@ -76,17 +95,20 @@ def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None =
         scorer.close()
 
 
-def _try_on(scorer: FunctionScorer, reward: str, columns: Sequence[str], rows: Rows) -> None:
+def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> None:
     for column in columns:
         if (where := rows.without(column)) is not None:
-            raise ConfigError(f"reward: {reward} asks for the column {column!r}, and {where} has none; give the "
-                              "parameter a default, or the rows the column")
+            remedy = "they are those of data.train=" + reward if is_own(reward) else \
+                "give the parameter a default, or the rows the column"
+            raise ConfigError(f"reward: {reward} asks for the column {column!r}, and {where} has none; {remedy}")
     prompt, where = rows.first()
     try:
         scorer(prompt, prompt.answer)
     except RewardError as error:
+        remedy = "give the row another ground truth" if is_own(reward) or reward in IN_PLACE else \
+            "mend the function, it must give every answer a number"
         raise ConfigError(f"{error}\nreward: that was a trial on {where}, with the row's own answer "
-                          f"{prompt.answer[:80]!r}; mend the function, it must give every answer a number") from error
+                          f"{prompt.answer[:80]!r}; {remedy}") from error
 
 
 def answer_text(decoded: str, completion: Completion) -> str:

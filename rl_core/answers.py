@@ -1,0 +1,172 @@
+"""Scored answers to held-out prompts: what a validation's record and its table say of them. Pure functions.
+
+Accuracy is of `correct`, never of a shaped reward (algorithms.md 10); the estimates are those of docs/validation.md 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.estimates import Estimate, Vote, mean_at_n, mean_maj_at_n, mean_pass_at_k, over_prompts
+from rl_core.types import Prompt, Score
+
+Mode = Literal["greedy", "sampled"]
+RIGHT = 0.5
+"""An answer is right where its `correct` is over this."""
+TABLE_SAMPLES = 8
+"""Sampled answers of one prompt that a table shows at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One answer to one held-out prompt.
+
+    Example: `Answer(prompt=3, mode="sampled", data_source="sort", score=Score(reward=1.0, correct=1.0), length=6,
+    finish_reason="stop")`.
+    """
+
+    prompt: int
+    """Place among the prompts, from 0."""
+    mode: Mode
+    data_source: str
+    score: Score | None
+    """None where the reward failed."""
+    length: int
+    """Tokens."""
+    finish_reason: str
+    text: str = ""
+    """Kept for the table only."""
+
+
+def correctness(answers: Sequence[Answer]) -> list[float | None]:
+    """How right each answer is; None where that is not known: the reward failed, or does not say it of this answer.
+
+    What is right is said by `correct`; a reward that never says it counts only if all it gave is 0 or 1, which is then
+    the accuracy itself. Otherwise nothing is known: a shaped reward is no accuracy.
+    """
+    scores = [answer.score for answer in answers]
+    if any(score is not None and score.correct is not None for score in scores):
+        return [None if score is None else score.correct for score in scores]
+    if all(score is None or score.reward in (0.0, 1.0) for score in scores):
+        return [None if score is None else score.reward for score in scores]
+    return [None] * len(scores)
+
+
+def accuracy(answers: Sequence[Answer]) -> float | None:
+    """Mean of what is known to be right or wrong; None where nothing is.
+
+    Example: correct 1, 0, 1 and one failed reward -> 0.6667.
+    """
+    return _mean(correct for correct in correctness(answers) if correct is not None)
+
+
+def mean_reward(answers: Sequence[Answer]) -> float | None:
+    """Mean reward of the answers that could be scored; None where none could."""
+    return _mean(answer.score.reward for answer in answers if answer.score is not None)
+
+
+def fields_of(answers: Sequence[Answer], passes: Sequence[int]) -> dict[str, Any]:
+    """What a record says of these answers: n (prompts), then the fields of each mode that was asked for.
+
+    `passes`: the k of pass@k. Shares and intervals `[lo, hi]` are None where nothing is known (docs/validation.md 1).
+    """
+    greedy = [answer for answer in answers if answer.mode == "greedy"]
+    sampled = [answer for answer in answers if answer.mode == "sampled"]
+    record: dict[str, Any] = {"n": len({answer.prompt for answer in answers})} | _common("greedy", greedy)
+    known = [correct for correct in correctness(greedy) if correct is not None]
+    record |= {"greedy_interval": _interval(over_prompts(known, len(known)))}  # of a share: Wilson's
+    return record | (_common("sampled", sampled) | _estimates(sampled, passes) if sampled else {})
+
+
+def _common(mode: Mode, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Fields of one mode, each name beginning with it."""
+    rewards = [[answer.score.reward for answer in each if answer.score is not None] for each in by_prompt(answers)]
+    return {
+        f"{mode}_accuracy": accuracy(answers),
+        f"{mode}_reward": mean_reward(answers),
+        f"{mode}_reward_interval": _interval(mean_at_n(rewards)),
+        f"{mode}_length": math.fsum(answer.length for answer in answers) / len(answers),
+        f"{mode}_truncated": sum(answer.finish_reason == "length" for answer in answers) / len(answers),
+        f"{mode}_failed": sum(answer.score is None for answer in answers),
+    }
+
+
+def _estimates(sampled: Sequence[Answer], passes: Sequence[int]) -> dict[str, Any]:
+    known: dict[int, list[float]] = {}
+    votes: dict[int, list[Vote]] = {}
+    for answer, correct in zip(sampled, correctness(sampled), strict=True):
+        if correct is not None and answer.score is not None:
+            known.setdefault(answer.prompt, []).append(correct)
+            votes.setdefault(answer.prompt, []).append((answer.score.extracted, correct))
+    groups = list(known.values())
+    mean, majority = mean_at_n(groups), mean_maj_at_n(list(votes.values()))
+    rights = [[correct > RIGHT for correct in group] for group in groups]
+    passed = {str(k): mean_pass_at_k(rights, k) for k in passes}
+    return {
+        "mean_at_n": _value(mean), "mean_at_n_interval": _interval(mean),
+        "pass_at_k": {k: _value(each) for k, each in passed.items()},
+        "pass_at_k_interval": {k: _interval(each) for k, each in passed.items()},
+        "maj_at_n": _value(majority), "maj_at_n_interval": _interval(majority),
+    }
+
+
+def by_prompt(answers: Iterable[Answer]) -> list[list[Answer]]:
+    """The answers of each prompt, in order of prompts."""
+    groups: dict[int, list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(answer.prompt, []).append(answer)
+    return [groups[prompt] for prompt in sorted(groups)]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else None
+
+
+def _value(estimate: Estimate | None) -> float | None:
+    return None if estimate is None else estimate.value
+
+
+def _interval(estimate: Estimate | None) -> list[float] | None:
+    return None if estimate is None or math.isinf(estimate.lo) else [estimate.lo, estimate.hi]
+
+
+# -- the table
+
+
+def table_prompts(prompts: Sequence[Prompt], size: int) -> set[int]:
+    """Places of at most `size` prompts for the table: as many of each data source as may be, evenly over its prompts.
+
+    A source with fewer prompts than its part leaves the rest to the others. A function of the prompts alone, so that
+    two validations show the same ones. Example: sources a a a a b, size 3 -> {0, 2, 4}.
+    """
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt.data_source, []).append(place)
+    chosen: set[int] = set()
+    left = size
+    for i, source in enumerate(sorted(places, key=lambda source: len(places[source]))):  # the smallest first
+        mine = places[source]
+        part = min(len(mine), -(-left // (len(places) - i)))
+        chosen.update(mine[j * len(mine) // part] for j in range(part))
+        left -= part
+    return chosen
+
+
+def table_rows(answers: Sequence[Answer], prompts: Sequence[Prompt], texts: dict[int, str]) -> list[dict[str, Any]]:
+    """Rows of the table: the answers of the prompts in `texts` (place -> prompt as text), by prompt, greedy first."""
+    chosen = by_prompt(answer for answer in answers if answer.prompt in texts)
+    return [_row(answer, prompts[answer.prompt], texts[answer.prompt])
+            for group in chosen for answer in group[:1 + TABLE_SAMPLES]]
+
+
+def _row(answer: Answer, prompt: Prompt, text: str) -> dict[str, Any]:
+    score = answer.score
+    return {"data_source": answer.data_source, "prompt": text, "answer": prompt.answer, "mode": answer.mode,
+            "text": answer.text, "reward": None if score is None else score.reward,
+            "correct": None if score is None else score.correct,
+            "extracted": None if score is None else score.extracted, "length": answer.length,
+            "finish": answer.finish_reason}

@@ -1,0 +1,161 @@
+"""Estimates from answers to held-out prompts, each with its interval: pure functions, nothing random.
+
+Formulas and sources: docs/validation.md 2.
+
+Several answers of one prompt are not independent: a prompt that is hard is hard for all of them. So every estimate is a
+mean of one value per prompt, and its interval counts prompts, not answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import NormalDist
+
+Z95 = NormalDist().inv_cdf(0.975)
+"""1.96: a standard normal variable is within it with probability 0.95."""
+
+Vote = tuple[str | None, float]
+"""The answer as extracted from a text, and how right it is. None: nothing could be extracted, which is no vote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value and its 95 % interval. `Estimate(0.75, 0.4093, 0.9285)`: 6 right of 8."""
+
+    value: float
+    lo: float
+    hi: float
+
+
+def wilson(share: float, n: float) -> Estimate:
+    """A share of `n` independent trials: Wilson's score interval (J. Am. Stat. Assoc. 22, 1927).
+
+    With z = 1.96: centre (p + z^2/2n) / (1 + z^2/n), half width z / (1 + z^2/n) sqrt(p (1-p)/n + z^2/4n^2). Within
+    [0, 1], and no point at shares of 0 and 1. `n` need not be whole. Example: 6 of 8 -> 0.75 [0.4093, 0.9285].
+    """
+    if not (0.0 <= share <= 1.0 and n > 0):
+        raise ValueError(f"a share is within [0, 1], of more than 0 trials (got {share!r} of {n!r})")
+    wide = Z95**2 / n
+    half = Z95 * math.sqrt(share * (1 - share) / n + wide / (4 * n)) / (1 + wide)
+    centre = (share + wide / 2) / (1 + wide)
+    return Estimate(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)))
+
+
+def over_prompts(values: Sequence[float], most: float) -> Estimate | None:
+    """The mean of one value per prompt. `most`: independent trials behind all of them at most. None without a value.
+
+    Values within [0, 1] have Wilson's interval at the effective number of trials P m (1-m) / var, where m and var are
+    mean and variance over the P values (Dean and Pagano, J. Surv. Stat. Methodol. 3, 2015): P where answers of one
+    prompt are all alike, `most` where they differ as answers of different prompts do. With all values 0, or all 1, it
+    is P: nothing tells them apart. Other values have m +- z sqrt(var / (P - 1)).
+
+    Example: values 1, 1, 0.5, 0 of two answers each: m = 0.625, var = 0.171875, 5.45 trials -> [0.258, 0.888].
+    """
+    if not values:
+        return None
+    prompts, mean = len(values), math.fsum(values) / len(values)
+    var = math.fsum((value - mean) ** 2 for value in values) / prompts
+    if min(values) < 0.0 or max(values) > 1.0:
+        half = Z95 * math.sqrt(var / (prompts - 1)) if prompts > 1 else math.inf
+        return Estimate(mean, mean - half, mean + half)
+    mean = min(1.0, max(0.0, mean))  # whatever the rounding
+    spread = mean * (1 - mean)
+    trials = prompts if spread == 0.0 else most if var == 0.0 else prompts * spread / var
+    return wilson(mean, max(prompts, min(most, trials)))
+
+
+def mean_at_n(answers: Sequence[Sequence[float]]) -> Estimate | None:
+    """mean@n: the mean over prompts of the mean over a prompt's answers; prompts without an answer are left out.
+
+    `mean_at_n([[1, 1], [0, 1]])` -> 0.75.
+    """
+    asked = [each for each in answers if each]
+    return over_prompts([math.fsum(each) / len(each) for each in asked], sum(map(len, asked)))
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that at least one of k answers is right, from `right` of n: 1 - C(n - right, k) / C(n, k).
+
+    Unbiased for any n >= k; 1 - (1 - right/n)^k is not (Chen et al., arXiv 2107.03374, section 2.1).
+    `pass_at_k(4, 1, 2)` -> 0.5: of 6 pairs, 3 hold the right one.
+    """
+    if not (0 <= right <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= right <= n and 1 <= k <= n (got n={n}, right={right}, k={k})")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def mean_pass_at_k(answers: Sequence[Sequence[bool]], k: int) -> Estimate | None:
+    """pass@k averaged over the prompts with at least k answers; None where none has.
+
+    `mean_pass_at_k([[True, False], [False, False]], 1)` -> 0.25.
+    """
+    asked = [each for each in answers if len(each) >= k]
+    return over_prompts([pass_at_k(len(each), sum(each), k) for each in asked], sum(len(each) // k for each in asked))
+
+
+def maj_at_k(votes: Sequence[Vote], k: int) -> float | None:
+    """How right the most frequent of k answers is: the mean over all ways to draw k of the n votes, exactly.
+
+    Answers that are tied for the most votes share: the value is their mean, which is what a fair draw among them gives
+    on average. A vote of None counts as drawn and is for nobody; where nobody has a vote, the value is 0. An extracted
+    answer is as right as the mean of its votes says (they agree, unless the reward sees more than what it extracted).
+    None where no vote at all was extracted: a reward that extracts nothing has no majority (Wang et al., arXiv
+    2203.11171).
+
+    `maj_at_k([("7", 1), ("7", 1), ("9", 0)], 3)` -> 1.0; with k = 2: of 3 pairs one is tied at 1/2 in each of two
+    -> (1 + 0.5 + 0.5) / 3.
+    """
+    if not 1 <= k <= len(votes):
+        raise ValueError(f"maj@k needs 1 <= k <= n (got n={len(votes)}, k={k})")
+    worth: dict[str, list[float]] = {}
+    for extracted, right in votes:
+        if extracted is not None:
+            worth.setdefault(extracted, []).append(right)
+    if not worth:
+        return None
+    counts = [len(each) for each in worth.values()]
+    means = [math.fsum(each) / len(each) for each in worth.values()]
+    if k == len(votes):
+        first = [mean for mean, count in zip(means, counts, strict=True) if count == max(counts)]
+        return math.fsum(first) / len(first)
+    silent = len(votes) - sum(counts)
+    draws = math.comb(len(votes), k)
+    return math.fsum(mean * float(_wins(counts, i, silent, k) / draws) for i, mean in enumerate(means))
+
+
+def _wins(counts: Sequence[int], i: int, silent: int, k: int) -> Fraction:
+    """Draws of k votes that answer i wins, a tie of t answers counted 1/t."""
+    total = Fraction(0)
+    for mine in range(1, min(counts[i], k) + 1):
+        ways = {(0, 1): 1}  # by (votes of the others so far, answers with as many votes as i)
+        for j, count in enumerate(counts):
+            if j != i:
+                ways = _choose(ways, count, mine, k - mine)
+        fill = {(votes, tied): n * math.comb(silent, k - mine - votes) for (votes, tied), n in ways.items()}
+        total += math.comb(counts[i], mine) * sum(Fraction(n, tied) for (_, tied), n in fill.items())
+    return total
+
+
+def _choose(ways: dict[tuple[int, int], int], count: int, at_most: int, left: int) -> dict[tuple[int, int], int]:
+    """Give one more answer 0 to `at_most` votes in every way; at most `left` votes are given in all."""
+    out: dict[tuple[int, int], int] = {}
+    for (votes, tied), n in ways.items():
+        for more in range(min(count, at_most, left - votes) + 1):
+            key = (votes + more, tied + (more == at_most))
+            out[key] = out.get(key, 0) + n * math.comb(count, more)
+    return out
+
+
+def mean_maj_at_n(votes: Sequence[Sequence[Vote]]) -> Estimate | None:
+    """maj@n over prompts, each by all its votes; None where no answer of any prompt was extracted.
+
+    A prompt without votes is left out; one of which nothing was extracted counts 0.
+    """
+    asked = [each for each in votes if each]
+    values = [maj_at_k(each, len(each)) for each in asked]
+    if all(value is None for value in values):
+        return None
+    return over_prompts([value or 0.0 for value in values], len(values))

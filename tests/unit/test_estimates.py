@@ -1,0 +1,171 @@
+"""mean@n, pass@k and maj@k against enumeration, intervals against published numbers and by how often they hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from rl_core.estimates import (
+    Estimate,
+    Vote,
+    maj_at_k,
+    mean_at_n,
+    mean_maj_at_n,
+    mean_pass_at_k,
+    over_prompts,
+    pass_at_k,
+    wilson,
+)
+
+NEWCOMBE = {
+    # Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
+    "81 of 263": (81, 263, 0.2553, 0.3662),
+    "15 of 148": (15, 148, 0.0624, 0.1605),
+    "0 of 20": (0, 20, 0.0, 0.1611),
+    "1 of 29": (1, 29, 0.0061, 0.1718),
+}
+
+
+@pytest.mark.parametrize(("right", "n", "lo", "hi"), NEWCOMBE.values(), ids=NEWCOMBE)
+def test_wilson_intervals_are_the_published_ones(right: int, n: int, lo: float, hi: float) -> None:
+    found = wilson(right / n, n)
+    assert found.value == right / n
+    assert (found.lo, found.hi) == pytest.approx((lo, hi), abs=5e-5)
+    mirrored = wilson((n - right) / n, n)
+    assert (mirrored.lo, mirrored.hi) == pytest.approx((1 - found.hi, 1 - found.lo))
+
+
+def test_what_is_no_share_is_refused() -> None:
+    for share, n in ((1.2, 3), (-0.1, 3), (0.5, 0)):
+        with pytest.raises(ValueError, match=r"a share is within \[0, 1\]"):
+            wilson(share, n)
+
+
+def test_one_answer_per_prompt_has_wilsons_interval() -> None:
+    found, plain = mean_at_n([[1.0]] * 7 + [[0.0]] * 3), wilson(0.7, 10)
+    assert found is not None and (found.value, found.lo, found.hi) == pytest.approx((plain.value, plain.lo, plain.hi))
+
+
+def test_answers_of_one_prompt_that_are_all_alike_count_once() -> None:
+    once, eight = mean_at_n([[1.0], [0.0], [1.0], [1.0]]), mean_at_n([[1.0] * 8, [0.0] * 8, [1.0] * 8, [1.0] * 8])
+    assert once == eight
+    same = mean_at_n([[1.0] * 8] * 4)
+    assert same is not None and same.hi == 1.0 and same.lo == pytest.approx(wilson(1.0, 4).lo), "nothing tells apart"
+
+
+def test_answers_that_differ_as_those_of_different_prompts_do_count_each() -> None:
+    """Every prompt has the same share of right answers: no more than all answers are counted, though nothing varies."""
+    found, plain = mean_at_n([[1.0, 0.0, 0.0, 0.0]] * 10), wilson(0.25, 40)
+    assert found is not None and (found.lo, found.hi) == pytest.approx((plain.lo, plain.hi))
+
+
+def test_the_worked_example() -> None:
+    found = over_prompts([1.0, 1.0, 0.5, 0.0], 8)
+    assert found is not None and (found.value, found.lo, found.hi) == pytest.approx((0.625, 0.2579, 0.8888), abs=5e-5)
+
+
+def test_prompts_without_an_answer_are_left_out() -> None:
+    assert mean_at_n([[1.0, 0.0], [], [1.0]]) == mean_at_n([[1.0, 0.0], [1.0]])
+    assert mean_at_n([[], []]) is None and mean_at_n([]) is None
+
+
+def test_values_that_are_no_shares_have_the_normal_interval() -> None:
+    found = over_prompts([-1.0, 0.0, 2.0, 3.0], 4)
+    half = 1.959964 * np.std([-1.0, 0.0, 2.0, 3.0], ddof=1) / math.sqrt(4)
+    assert found is not None and (found.value, found.hi) == pytest.approx((1.0, 1.0 + half))
+    alone = over_prompts([7.0], 1)
+    assert alone == Estimate(7.0, -math.inf, math.inf)
+
+
+def test_the_interval_holds_as_often_as_it_says_where_counting_answers_does_not() -> None:
+    """Prompts of their own difficulty (Beta(0.3, 0.3)), 64 of them, 16 answers each, 400 validations."""
+    rng = np.random.default_rng(7)
+    holds = naive = 0
+    for _ in range(400):
+        rights = rng.binomial(16, rng.beta(0.3, 0.3, 64)).tolist()
+        found = mean_at_n([[1.0] * right + [0.0] * (16 - right) for right in rights])
+        every = wilson(sum(rights) / (64 * 16), 64 * 16)
+        assert found is not None
+        holds += found.lo <= 0.5 <= found.hi
+        naive += every.lo <= 0.5 <= every.hi
+    assert 0.92 <= holds / 400 <= 0.98
+    assert naive / 400 < 0.6
+
+
+# -- pass@k
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int) -> None:
+    for right in range(n + 1):
+        answers = [i < right for i in range(n)]
+        for k in range(1, n + 1):
+            drawn = [any(subset) for subset in combinations(answers, k)]
+            assert pass_at_k(n, right, k) == pytest.approx(sum(drawn) / len(drawn)), (n, right, k)
+
+
+def test_pass_at_k_is_exact_for_many_answers() -> None:
+    assert pass_at_k(1024, 1, 512) == 0.5
+    assert pass_at_k(1024, 1024, 1) == 1.0 and pass_at_k(1024, 0, 1024) == 0.0
+
+
+def test_pass_at_k_over_prompts_takes_those_with_enough_answers() -> None:
+    found = mean_pass_at_k([[True, False, False, False], [False] * 4, [True]], 2)
+    assert found is not None and found.value == 0.25  # (1/2 + 0) / 2; the prompt with one answer says nothing of two
+    assert mean_pass_at_k([[True]], 2) is None
+    first = mean_pass_at_k([[True, False], [False, False]], 1)
+    assert first is not None and first.value == 0.25
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(2, 1, 3), (2, 1, 0), (2, 3, 1)])
+def test_pass_at_k_that_is_none_is_refused(n: int, right: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"got n={n}, right={right}, k={k}"):
+        pass_at_k(n, right, k)
+
+
+# -- maj@k
+
+
+def majority(subset: tuple[Vote, ...], worth: dict[str, float]) -> float:
+    """One draw, by hand: the mean over the answers with the most votes, 0 where none has one."""
+    counts = Counter(extracted for extracted, _ in subset if extracted is not None)
+    first = [worth[extracted] for extracted, votes in counts.items() if votes == max(counts.values())]
+    return sum(first) / len(first) if first else 0.0
+
+
+VOTES: dict[str, list[Vote]] = {
+    "two of three": [("7", 1.0), ("7", 1.0), ("9", 0.0)],
+    "a tie": [("7", 1.0), ("9", 0.0)],
+    "a tie of three": [("7", 1.0), ("9", 0.0), ("8", 0.0), ("7", 1.0), ("9", 0.0), ("8", 0.0)],
+    "without an answer": [(None, 0.0), ("7", 1.0), (None, 0.0), ("9", 0.0), ("9", 0.0), ("7", 1.0)],
+    "one that is partly right": [("a", 0.5), ("b", 1.0), ("a", 0.5), ("c", 0.0), ("b", 1.0), ("c", 0.0), ("d", 0.25)],
+    "the wrong one wins": [("9", 0.0)] * 5 + [("7", 1.0)] * 3,
+}
+
+
+@pytest.mark.parametrize("votes", VOTES.values(), ids=VOTES)
+def test_maj_at_k_is_the_mean_over_all_draws(votes: list[Vote]) -> None:
+    worth = {extracted: right for extracted, right in votes if extracted is not None}
+    for k in range(1, len(votes) + 1):
+        draws = [majority(subset, worth) for subset in combinations(votes, k)]
+        assert maj_at_k(votes, k) == pytest.approx(sum(draws) / len(draws)), k
+
+
+def test_a_tie_is_shared_and_where_nothing_was_extracted_there_is_no_majority() -> None:
+    assert maj_at_k([("7", 1.0), ("9", 0.0)], 2) == 0.5
+    assert maj_at_k([(None, 1.0), (None, 0.0)], 2) is None
+    assert maj_at_k([("7", 1.0)], 1) == 1.0
+    with pytest.raises(ValueError, match="got n=1, k=2"):
+        maj_at_k([("7", 1.0)], 2)
+
+
+def test_maj_at_n_over_prompts_counts_prompts_without_a_vote_as_wrong() -> None:
+    found = mean_maj_at_n([[("7", 1.0), ("7", 1.0), ("9", 0.0)], [(None, 0.0)] * 3, [("1", 0.0), ("2", 1.0)], []])
+    plain = wilson(0.5, 3)
+    assert found is not None and found.value == 0.5
+    assert (found.lo, found.hi) == pytest.approx((plain.lo, plain.hi)), "one vote a prompt"
+    assert mean_maj_at_n([[(None, 1.0)], [(None, 0.0)]]) is None
