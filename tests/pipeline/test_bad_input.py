@@ -334,7 +334,7 @@ REFUSED: dict[str, Bad] = {
         "use fewer groups per step, more epochs"),
     "quota below what lies between two retirements": Bad(
         ["storage.bytes_quota=96000000", *SMALL], r"storage\.bytes_quota: ",
-        r"no shard is retired before the end .*\(got 96000000\)", r"use at least 10\d{7}, or fewer total_steps"),
+        r"no shard is retired before the end .*\(got 96000000\)", r"use at least 1[01]\d{7}, or fewer total_steps"),
     # places and runs
     "home without exclusive create: rename": Bad(
         SMALL, "/home/runs: ", "of 8 writers believe that they created one name", "set HEADWAY_HOME to",

@@ -65,13 +65,19 @@ SLOW = 3
 
 
 def row(i: int, **columns: Any) -> dict[str, Any]:
-    """Row i: text and chat by turns, with a column of its own."""
+    """Row i: a chat, with a system message by turns, and a column of its own."""
     rng = random.Random(i)
     digits = [rng.choice("0123456789") for _ in range(3 + i % 3)]
-    task = f"sort {''.join(digits)}"
-    chat = [{"role": "system", "content": "digits only"}, {"role": "user", "content": task}]
-    return {"prompt": chat if i % 2 else task, "answer": "".join(sorted(digits)), "digits": len(digits),
-            "data_source": "chat" if i % 2 else "text", **columns}
+    asked = [{"role": "user", "content": f"sort {''.join(digits)}"}]
+    return {"prompt": [{"role": "system", "content": "digits only"}, *asked] if i % 2 else asked,
+            "answer": "".join(sorted(digits)), "digits": len(digits), "data_source": "chat" if i % 2 else "text",
+            **columns}
+
+
+def held_out(i: int) -> dict[str, Any]:
+    """Row i, held out: without a system message it is written as a text."""
+    held = row(i)
+    return held if i % 2 else {**held, "prompt": held["prompt"][0]["content"]}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -90,7 +96,8 @@ def workplace(directory: Path, model: Path, **slow: Any) -> Path:
     shutil.copytree(model, directory / "model")
     (directory / "reward.py").write_text(REWARD)
     write_rows(directory / "train.jsonl", [row(i, **slow if i == SLOW else {}) for i in range(72)])
-    write_rows(directory / "held-out.jsonl", [row(i) for i in range(100, 116)])
+    write_rows(directory / "texts.jsonl", [held_out(i) for i in range(100, 116, 2)])
+    write_rows(directory / "chats.jsonl", [held_out(i) for i in range(101, 116, 2)])
     return directory
 
 
@@ -105,9 +112,9 @@ def finished(home: Home, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     record = home.run("breadth").record(RELEASE)
     work = workplace(tmp_path_factory.mktemp("breadth") / "work", model, until=str(record))
     command = home.train("breadth", *SETTINGS, f"total_steps={STEPS}", "learner.ranks=2", "staleness.policy=mask",
-                         f"staleness.bound={LIMIT}", "staleness.drops_after_s=0.2", "data.validation=held-out.jsonl",
-                         "validation.every=5", "checkpoint.every=4", "failure.trajectory_tries=100000",
-                         "failure.reward_failures=100000", cwd=work)
+                         f"staleness.bound={LIMIT}", "staleness.drops_after_s=0.2",
+                         "data.validation=[texts.jsonl, chats.jsonl]", "validation.every=5", "checkpoint.every=4",
+                         "failure.trajectory_tries=100000", "failure.reward_failures=100000", cwd=work)
     assert command.wait() == 0, (command.out, command.err)
     return command
 
