@@ -15,13 +15,16 @@ ASKED := $(shell cat pyproject.toml $(wildcard $(LOCK)) | cksum | cut -d ' ' -f 
 RUN_STAMP := $(VENV)/.headway-$(ASKED)
 DEV_STAMP := $(VENV)/.headway-dev-$(ASKED)
 SET ?=
+# Tests of deadlines have the machine to themselves.
+ONE_BY_ONE := tests/contract tests/chaos tests/pipeline/test_stops.py
+SIDE_BY_SIDE := tests/architecture tests/unit $(filter-out $(ONE_BY_ONE),$(wildcard tests/pipeline/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev quickstart test test-all lint bench lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
-	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
+	@echo 'make test         install, then the tests (at most ten minutes on two cores)'
 	@echo 'make test-all     the slow ones too'
 	@echo 'make lint         ruff, import-linter, pyright'
 	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
@@ -35,7 +38,12 @@ quickstart: $(RUN_STAMP)
 	@$(BIN)/headway train --preset tiny-cpu $(SET)
 
 test: $(DEV_STAMP)
+ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+else
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ONE_BY_ONE)
+endif
 
 test-all: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.console import Console, clean
 from flows.presets import load_preset
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, DeadlinePassed
 from rl_core.plan import merge, parse_overrides, resolve
 
 REFUSED = 2
@@ -27,8 +27,9 @@ def show_trial(reward: str, preset: str, set_: list[str], *, data: str | None, r
             chosen["data"] = {"train": data}
         config = resolve(load_preset(preset), merge(parse_overrides(set_), chosen))
         report = try_reward(config, rows)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ConfigError, DataError, DeadlinePassed) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
         return REFUSED
     if as_json:
         print(json.dumps(report, allow_nan=False), file=sys.stdout)

@@ -33,13 +33,13 @@ def status_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _accuracy(report: Mapping[str, Any]) -> str:
-    """`0.184 -> 0.977, best 0.980 after 160 steps`; one number where there was one validation."""
+    """`0.184 -> 0.977, best greedy accuracy 0.980 after 160 steps`; one number where there was one validation."""
     text = f"{report['accuracy']:.3f}"
     if report["best_step"] is None:
         return text
     if report["accuracy_start"] is not None and report["best_step"] != 0:
         text = f"{report['accuracy_start']:.3f} -> {text}"
-    return f"{text}, best {report['accuracy_best']:.3f} after {report['best_step']} steps"
+    return f"{text}, best greedy accuracy {report['accuracy_best']:.3f} after {report['best_step']} steps"
 
 
 def _reward(report: Mapping[str, Any]) -> str:

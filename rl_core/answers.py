@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import numpy as np
+
+from rl_core.correctness import RIGHT, is_known_everywhere, known_correctness
 from rl_core.estimates import Estimate, Vote, mean_at_n, mean_maj_at_n, mean_pass_at_k, over_prompts
 from rl_core.types import Prompt, Score
 
 Mode = Literal["greedy", "sampled"]
-RIGHT = 0.5
-"""An answer is right where its `correct` is over this."""
 TABLE_SAMPLES = 8
 """Sampled answers of one prompt that a table shows at most."""
 
@@ -41,26 +42,29 @@ class Answer:
     """Kept for the table only."""
 
 
+Judged = tuple[Answer, float | None]
+"""An answer, and how right it is; None where that is not known."""
+
+
 def correctness(answers: Sequence[Answer]) -> list[float | None]:
     """How right each answer is; None where that is not known: the reward failed, or does not say it of this answer.
 
-    What is right is said by `correct`; a reward that never says it counts only if all it gave is 0 or 1, which is then
-    the accuracy itself. Otherwise nothing is known: a shaped reward is no accuracy.
+    By the rule of rl_core/correctness.py, data source by data source, greedy and sampled answers together: a shaped
+    reward that happens to give 0 to all greedy ones is no accuracy of them. None for all answers of a mode where
+    nothing is known of one of its sources: what is right among the others is not the accuracy of all.
     """
+    sources = {source: number for number, source in enumerate(dict.fromkeys(each.data_source for each in answers))}
+    source_N = np.array([sources[answer.data_source] for answer in answers], np.int64)
     scores = [answer.score for answer in answers]
-    if any(score is not None and score.correct is not None for score in scores):
-        return [None if score is None else score.correct for score in scores]
-    if all(score is None or score.reward in (0.0, 1.0) for score in scores):
-        return [None if score is None else score.reward for score in scores]
-    return [None] * len(scores)
-
-
-def accuracy(answers: Sequence[Answer]) -> float | None:
-    """Mean of what is known to be right or wrong; None where nothing is.
-
-    Example: correct 1, 0, 1 and one failed reward -> 0.6667.
-    """
-    return _mean(correct for correct in correctness(answers) if correct is not None)
+    reward_N = np.array([math.nan if score is None else score.reward for score in scores], np.float64)
+    correct_N = np.array([math.nan if score is None or score.correct is None else score.correct for score in scores],
+                         np.float64)
+    known_N = known_correctness(reward_N, correct_N, source_N)
+    for mode in get_args(Mode):
+        mine_N = np.array([answer.mode == mode for answer in answers], np.bool_)
+        if not is_known_everywhere(known_N[mine_N], source_N[mine_N]):
+            known_N[mine_N] = math.nan
+    return [None if math.isnan(known) else known for known in known_N.tolist()]
 
 
 def mean_reward(answers: Sequence[Answer]) -> float | None:
@@ -73,19 +77,26 @@ def fields_of(answers: Sequence[Answer], passes: Sequence[int]) -> dict[str, Any
 
     `passes`: the k of pass@k. Shares and intervals `[lo, hi]` are None where nothing is known (docs/validation.md 1).
     """
-    greedy = [answer for answer in answers if answer.mode == "greedy"]
-    sampled = [answer for answer in answers if answer.mode == "sampled"]
+    judged = list(zip(answers, correctness(answers), strict=True))
+    greedy = [(answer, correct) for answer, correct in judged if answer.mode == "greedy"]
+    sampled = [(answer, correct) for answer, correct in judged if answer.mode == "sampled"]
     record: dict[str, Any] = {"n": len({answer.prompt for answer in answers})} | _common("greedy", greedy)
-    known = [correct for correct in correctness(greedy) if correct is not None]
+    known = _known(greedy)
     record |= {"greedy_interval": _interval(over_prompts(known, len(known)))}  # of a share: Wilson's
     return record | (_common("sampled", sampled) | _estimates(sampled, passes) if sampled else {})
 
 
-def _common(mode: Mode, answers: Sequence[Answer]) -> dict[str, Any]:
+def _known(judged: Sequence[Judged]) -> list[float]:
+    """How right the answers are of which it is known."""
+    return [correct for _, correct in judged if correct is not None]
+
+
+def _common(mode: Mode, judged: Sequence[Judged]) -> dict[str, Any]:
     """Fields of one mode, each name beginning with it."""
+    answers = [answer for answer, _ in judged]
     rewards = [[answer.score.reward for answer in each if answer.score is not None] for each in by_prompt(answers)]
     return {
-        f"{mode}_accuracy": accuracy(answers),
+        f"{mode}_accuracy": _mean(_known(judged)),
         f"{mode}_reward": mean_reward(answers),
         f"{mode}_reward_interval": _interval(mean_at_n(rewards)),
         f"{mode}_length": math.fsum(answer.length for answer in answers) / len(answers),
@@ -94,10 +105,10 @@ def _common(mode: Mode, answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def _estimates(sampled: Sequence[Answer], passes: Sequence[int]) -> dict[str, Any]:
+def _estimates(sampled: Sequence[Judged], passes: Sequence[int]) -> dict[str, Any]:
     known: dict[int, list[float]] = {}
     votes: dict[int, list[Vote]] = {}
-    for answer, correct in zip(sampled, correctness(sampled), strict=True):
+    for answer, correct in sampled:
         if correct is not None and answer.score is not None:
             known.setdefault(answer.prompt, []).append(correct)
             votes.setdefault(answer.prompt, []).append((answer.score.extracted, correct))

@@ -68,7 +68,7 @@ def value_of(record: Mapping[str, Any], field: str) -> float | None:
     return None
 
 
-def best_validation(run: RunDir, field: str) -> Best | None:
+def best_by_field(run: RunDir, field: str) -> Best | None:
     """The validation with the largest value of `field`, the first among equals; None where no record has a number."""
     best: Best | None = None
     for step, path in numbered(run.validations, r"step-(\d{9})\.json"):
@@ -79,7 +79,7 @@ def best_validation(run: RunDir, field: str) -> Best | None:
 
 
 def known_fields(run: RunDir) -> list[str]:
-    """Names that `best_validation` finds a number for in the newest record, of those that more is better of."""
+    """Names that `best_by_field` finds a number for in the newest record, of those that more is better of."""
     newest: dict[str, Any] = {}
     for _, path in numbered(run.validations, r"step-(\d{9})\.json"):
         newest = read_json(path)

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from rl_core.best import best_validation, known_fields
+from rl_core.best import best_by_field, known_fields
 from rl_core.config import CheckpointConfig
 from rl_core.errors import BrokenFile, CheckpointDamaged, WeightsDamaged
 from rl_core.model_setup import model_digests
@@ -226,7 +226,7 @@ def best_checkpoint(run: RunDir, field: str) -> int | None:
     From the run directory alone. None where no validation has the field, or no checkpoint is that early: the best may
     be the initial model.
     """
-    best = best_validation(run, field)
+    best = best_by_field(run, field)
     return None if best is None else at_or_before(checkpoints(run), best.step)
 
 
@@ -250,7 +250,7 @@ def kept_checkpoints(run: RunDir, settings: CheckpointConfig, version_step: int)
 def prune_checkpoints(run: RunDir, settings: CheckpointConfig, version_step: int) -> list[int]:
     """Remove all but `kept_checkpoints`. Returns what went; a best that nothing tells is a warning in the log."""
     if settings.best is not None and any(numbered(run.validations, r"step-(\d{9})\.json")) \
-            and best_validation(run, settings.best) is None:
+            and best_by_field(run, settings.best) is None:
         LOG.warning("checkpoint.best: no validation has a number %r, so no best checkpoint is kept; there are %s",
                     settings.best, ", ".join(known_fields(run)) or "none")
     gone = sorted(set(checkpoints(run)) - kept_checkpoints(run, settings, version_step))

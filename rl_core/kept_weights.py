@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from rl_core.best import Best, best_validation, known_fields
+from rl_core.best import Best, best_by_field, known_fields
 from rl_core.checkpoint import MANIFEST, at_or_before, checkpoints, read_parameters
 from rl_core.errors import BrokenFile, ConfigError, WeightsDamaged
 from rl_core.run_dir import RunDir
@@ -103,7 +103,7 @@ def load_stock(directory: Path) -> Any:
 
 
 def _judged(run: RunDir, field: str) -> Best:
-    judged = best_validation(run, field)
+    judged = best_by_field(run, field)
     if judged is None:
         raise ConfigError(f"--best: no validation of {run.root} has a number {field!r}; there are "
                           f"{', '.join(known_fields(run)) or 'no validations yet'}")

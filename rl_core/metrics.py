@@ -89,14 +89,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "reward", "Standard deviation of the claim's rewards.", "answers"),
     Metric("reward/sampled", "reward", "Mean reward of all answers that landed since the step before, trained or not; "
            "NaN where none did.", "answers", "owner"),
-    Metric("reward/correct", "share", "Right answers, apart from the shaped reward.", "answers"),
-    Metric("reward/no_spread_right", "share", "Groups without spread whose answers are all right: no gradient.",
-           "groups"),
-    Metric("reward/no_spread_wrong", "share", "Groups without spread whose answers are not all right.", "groups"),
+    Metric("reward/correct", "share", "Right answers: what `correct` says, else a reward that is 0 or 1 for all "
+           "answers of its data source; NaN where that is not known of a data source (docs/validation.md 1).",
+           "answers"),
+    Metric("reward/no_spread_right", "share", "Groups without spread whose answers are all known to be right: no "
+           "gradient.", "groups"),
+    Metric("reward/no_spread_wrong", "share", "Groups without spread with an answer that is known to be wrong. Those "
+           "of which it is not known are in neither.", "groups"),
     Metric("rollout/length_mean", "tokens", "Mean answer length of the claim.", "answers"),
     Metric("rollout/length_p95", "tokens", "95th percentile of the answer length.", "answers"),
-    Metric("rollout/length_right", "tokens", "Mean length of right answers.", "answers"),
-    Metric("rollout/length_wrong", "tokens", "Mean length of wrong answers.", "answers"),
+    Metric("rollout/length_right", "tokens", "Mean length of answers that are known to be right.", "answers"),
+    Metric("rollout/length_wrong", "tokens", "Mean length of answers that are known to be wrong.", "answers"),
     Metric("rollout/truncated", "share", "Answers cut at the limit.", "answers"),
     Metric("rollout/partial", "share", "Groups with fewer answers than asked for.", "groups", tracked=False),
     # How old it was (docs/staleness.md).

@@ -56,7 +56,8 @@ def check_scoring(config: Config) -> None:
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"scoring.pattern: is no regular expression: {error} (got {pattern!r})") from error
     elif pattern is not None:
-        raise ConfigError(f"scoring.pattern: belongs to reward=regex, and reward is {reward} (got {pattern!r})")
+        raise ConfigError(f"scoring.pattern: belongs to reward=regex, and reward is {reward} (got {pattern!r}); "
+                          "add --set scoring.pattern=null")
     if config.scoring.signature != "auto" and (reward in REWARDS or reward.startswith(TASK)):
         raise ConfigError("scoring.signature: belongs to a function of yours, and reward is "
                           f"{reward} (got {config.scoring.signature!r})")

@@ -106,7 +106,7 @@ def run_numbers(run: RunDir, *, last: int = LAST_STEPS, gaps: Gaps | None = None
     facts = read_group_facts(run, outcomes=False, gaps=gaps)
     history = read_history(run, gaps=gaps)
     column = history.metrics
-    best = best_validation(history.validations)
+    best = best_greedy_validation(history.validations)
     oldest = column["staleness/max"][np.isfinite(column["staleness/max"])]
     return RunNumbers(
         steps=len(history.step_K), accuracy_start=_accuracy(history.validations[:1]),
@@ -119,8 +119,11 @@ def run_numbers(run: RunDir, *, last: int = LAST_STEPS, gaps: Gaps | None = None
         wasted=float(weighted_mean(column["rollout/wasted"], column["rollout/tokens_per_s"])))
 
 
-def best_validation(validations: Sequence[Validation]) -> Validation | None:
-    """The one of the largest greedy accuracy, the first among equals; None where none is known."""
+def best_greedy_validation(validations: Sequence[Validation]) -> Validation | None:
+    """The one of the largest greedy accuracy, the first among equals; None where none is known.
+
+    Whatever `checkpoint.best` goes by: that is `best_by_field` of rl_core/best.py.
+    """
     known = [v for v in validations if math.isfinite(v.greedy.value)]
     return max(known, key=lambda v: (v.greedy.value, -v.step), default=None)
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from rl_core.config import Config
+from rl_core.config import Config, ValidationConfig
 from rl_core.errors import ConfigError
 
 BYTES_PER_ANSWER = 1024
 """Of a scored answer (token count, score, parts) until its validation is added up; its text only in the table."""
 LIMIT_BYTES = 2 * 2**30
 """Of all scored answers of one validation."""
+OF_SAMPLED: dict[str, Any] = {"n": 1, "k": (), "temperature": None, "top_p": None, "top_k": None}
+"""Settings of `validation` that only sampled answers have, with the value that asks for nothing."""
+
+
+def of_sampled(validation: ValidationConfig, named: Iterable[str] = tuple(OF_SAMPLED)) -> list[str]:
+    """Those of the `named` settings that ask something of sampled answers: `validation.n=8` -> `["n"]`."""
+    return [name for name in named if name in OF_SAMPLED and getattr(validation, name) != OF_SAMPLED[name]]
 
 
 def check_validation(config: Config) -> None:
@@ -18,14 +26,9 @@ def check_validation(config: Config) -> None:
     v = config.validation
     if v.only and config.data.validation is None:
         _refuse("validation.only", True, "there is nothing to validate on: set data.validation")
-    if not v.sampled:
-        given: dict[str, tuple[Any, Any]] = {
-            "n": (v.n, 1), "k": (v.k, ()), "temperature": (v.temperature, None), "top_p": (v.top_p, None),
-            "top_k": (v.top_k, None)}
-        for name, (value, default) in given.items():
-            if value != default:
-                _refuse(f"validation.{name}", value, "belongs to sampled answers, and validation.sampled is false; set "
-                        "it to true")
+    for name in () if v.sampled else of_sampled(v):
+        _refuse(f"validation.{name}", getattr(v, name), "belongs to sampled answers, and validation.sampled is false; "
+                "set it to true")
     for k in v.k:
         if k > v.n:
             _refuse("validation.k", list(v.k), f"pass@{k} needs {k} answers, and validation.n is {v.n}; use at most "

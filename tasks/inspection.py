@@ -16,7 +16,7 @@ from rl_core.records import recorded_steps
 from rl_core.revisions import config_of, current_revision, revisions
 from rl_core.run_dir import RunDir, json_values, newest_attempt, owner_is_alive, read_json
 from rl_core.run_identity import RunIdentity, prompt_rows, read_identity
-from rl_core.summary import Summary, best_validation, mean_of_steps, summarize
+from rl_core.summary import Summary, best_greedy_validation, mean_of_steps, summarize
 from tasks.paths import run_dir
 
 RECENT_STEPS = 10
@@ -85,7 +85,7 @@ def run_status(run_key: str) -> dict[str, Any]:
     gaps = Gaps()
     history = read_history(run, last=RECENT_STEPS, gaps=gaps)
     accuracies = [v.greedy_accuracy for v in history.validations]
-    best = best_validation(history.validations)
+    best = best_greedy_validation(history.validations)
     newest = {name: float(values[-1]) for name, values in history.metrics.items()} if history.records else {}
     return json_values({
         "run_key": run_key, "state": state, "alive": alive, "steps": steps_done(run),

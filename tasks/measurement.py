@@ -18,13 +18,13 @@ from rl_core.errors import ConfigError
 from rl_core.kept_weights import Kept, read_kept
 from rl_core.measuring import Measuring, Progress, open_measuring
 from rl_core.model_setup import check_model, model_directory
-from rl_core.plan import flatten, resolve
+from rl_core.plan import flatten, merge, resolve
 from rl_core.preflight import check_devices
 from rl_core.revisions import config_of, current_revision
 from rl_core.rollout.rewards.scoring import check_reward
 from rl_core.run_dir import RunDir, json_values, put_if_absent, to_json
 from rl_core.types import Prompt, WeightVersion
-from rl_core.validation_plan import check_validation
+from rl_core.validation_plan import check_validation, of_sampled
 from rl_core.weights import write_weights
 from tasks.inspection import open_run
 from tasks.paths import headway_home, run_dir
@@ -53,7 +53,7 @@ def of_run(run_key: str, step: int | None, changes: Mapping[str, Any]) -> Subjec
     if not run.model.is_dir():
         raise ConfigError(f"run {run_key}: has no weights yet; wait until the run has set up its model")
     stored = config_of(run, current_revision(run))
-    config = resolve(stored.model_dump(mode="json"), changes)
+    config = _resolved(stored.model_dump(mode="json"), changes)
     _check_changes(stored, config)
     return Subject(model=run.model, config=config, run=run, run_key=run_key, step=step)
 
@@ -63,11 +63,23 @@ def of_model(path: str, preset: Mapping[str, Any], changes: Mapping[str, Any]) -
     if "model" in changes:
         raise ConfigError("--set model...: --model says which model is measured")
     plain = resolve(preset, {})
-    config = resolve(preset, changes)
+    config = _resolved(preset, changes)
     _check_changes(plain, config)
     model = LocalModel(path=path)
     config = config.model_copy(update={"model": model})
     return Subject(model=model_directory(config, model, headway_home() / "models"), config=config)
+
+
+def _resolved(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
+    """`resolve`; a change that asks something of sampled answers has them sampled, unless it says validation.sampled.
+
+    A run measures greedy answers alone where sampled ones would keep it waiting; here they are what was asked for.
+    """
+    config = resolve(base, changes)
+    named = changes.get("validation")
+    if isinstance(named, Mapping) and "sampled" not in named and of_sampled(config.validation, named):
+        return resolve(merge(base, {"validation": {"sampled": True}}), changes)
+    return config
 
 
 def _check_changes(before: Config, after: Config) -> None:

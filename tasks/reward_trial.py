@@ -18,10 +18,11 @@ import numpy as np
 
 from rl_core.config import REWARDS, Config
 from rl_core.errors import ConfigError, RewardError, RewardTimeout
+from rl_core.preflight import left_to_set
 from rl_core.reward_settings import check_scoring
-from rl_core.rollout.dataset import training_data
+from rl_core.rollout.dataset import Dataset, training_data
 from rl_core.rollout.rewards.function import FunctionScorer, is_own
-from rl_core.rollout.rewards.scoring import IN_PLACE, Scorer, function_scorer, make_scorer
+from rl_core.rollout.rewards.scoring import IN_PLACE, Scorer, function_scorer, make_scorer, missing_columns
 from rl_core.types import Prompt, Score
 
 OWN, ANOTHER, EMPTY = "ground truth", "another row's", "empty"
@@ -73,28 +74,32 @@ def try_reward(config: Config, wanted: int) -> dict[str, Any]:
     """Score up to `wanted` rows: {reward, signature, rows, problems, notes, holds}; JSON values.
 
     `problems` would fail answers in a run, `notes` would not; `holds` says that there are no problems. Raises
-    ConfigError and DataError for a reward or rows that cannot be tried at all.
+    ConfigError and DataError for a reward or rows that cannot be tried at all, DeadlinePassed for rows of the hub.
     """
     check_scoring(config)
-    few = config.data.model_copy(update={"size": wanted, "max_samples": wanted})
-    prompts = _prompts(config.model_copy(update={"data": few}), wanted)
+    if empty := [line for line in left_to_set(config) if line.startswith("data.train")]:
+        raise ConfigError("\n".join(empty))
+    made = config.data.model_copy(update={"size": wanted})  # rows of a task; a file is looked through whole
+    data = training_data(config.model_copy(update={"data": made}))
+    prompts = _prompts(data, wanted)
     if config.reward in IN_PLACE:
         tried = list(_try_all(make_scorer(config), prompts))
         return _report(config.reward, "", tried, {}, [])
     scorer = function_scorer(config, quiet=True, watch=True)
     try:
-        scorer.start()
+        columns = scorer.start()
         loading = scorer.notes
+        missing = missing_columns(config.reward, columns, data.without)
         tried = list(_try_all(scorer, prompts))
-        return _report(config.reward, "" if is_own(config.reward) else scorer.signature, tried, loading, [])
+        return _report(config.reward, "" if is_own(config.reward) else scorer.signature, tried, loading,
+                       missing)
     except ConfigError as error:  # of `start`: the constructor's is a reward that may not be run at all
         return _report(config.reward, "", [], {}, [str(error)])
     finally:
         scorer.close()
 
 
-def _prompts(config: Config, wanted: int) -> list[tuple[str, Prompt]]:
-    data = training_data(config)
+def _prompts(data: Dataset, wanted: int) -> list[tuple[str, Prompt]]:
     return [(row.where, Prompt(dataset_epoch=0, position=i, prompt_idx=i, token_ids_P=np.zeros(0, np.int32),
                                answer=row.answer, data_source=row.data_source,
                                columns={**row.columns, "prompt": row.prompt}))
@@ -136,9 +141,20 @@ def _report(reward: str, signature: str, tried: Sequence[Tried], loading: dict[s
     failures = Counter(each.error for each in tried if each.error is not None)
     first = {each.error: each for each in reversed(tried)}
     problems = problems + [f"{n} of {len(tried)} answers ({first[error].row}, {first[error].of}): {error}"
-                           for error, n in failures.items()]
+                           for error, n in failures.items()] + _all_equal(tried)
     return {"reward": reward, "signature": signature or None, "rows": [_as_json(each) for each in tried],
             "problems": problems, "notes": _notes(tried, loading), "holds": not problems}
+
+
+def _all_equal(tried: Sequence[Tried]) -> list[str]:
+    """A reward that is blind to the answer is no reward, often one whose parameters are not what their author meant."""
+    scored = [(each.answer, each.score.reward) for each in tried if each.score is not None]
+    if len({answer for answer, _ in scored}) < 2 or len({reward for _, reward in scored}) > 1:
+        return []
+    more = "" if any(each.of in ANSWER_COLUMNS for each in tried) else \
+        "; a column `completion` in the rows tries it on real answers"
+    return [f"gives every answer the reward {scored[0][1]:g}, right, wrong or empty: does it get the model's text "
+            f"(docs/rewards.md section 2)? Groups of equal rewards teach nothing{more}"]
 
 
 def _as_json(each: Tried) -> dict[str, Any]:
@@ -161,12 +177,6 @@ def _notes(tried: Sequence[Tried], loading: dict[str, Any]) -> list[str]:
                      "they pile up")
     if left := sorted({name for note in seen for name in note.get("left_out", [])}):
         notes.append(f"entries of its dict that are no numbers are left out: {', '.join(left)}")
-    scored = [each.score for each in tried if each.score is not None]
-    if len(scored) > 1 and len({score.reward for score in scored}) == 1:
-        more = "" if any(each.of in ANSWER_COLUMNS for each in tried) else \
-            "; a column `completion` in the rows tries it on real answers"
-        notes.append(f"gives every answer the reward {scored[0].reward:g}, also an empty one, and groups of equal "
-                     f"rewards teach nothing{more}")
     own = [each.score for each in tried if each.of == OWN and each.score is not None]
     if own and all(score.correct == 0 for score in own):
         notes.append("calls no row's own ground truth right: is it written as the reward expects it?")

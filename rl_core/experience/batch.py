@@ -57,8 +57,12 @@ def _bitmap(valid: NDArray[np.bool_]) -> pa.Buffer | None:
     return None if valid.all() else _buffer(np.packbits(valid, bitorder="little"))
 
 
-def _strings(texts: Sequence[str | None]) -> pa.Array:
-    data = [b"" if text is None else text.encode() for text in texts]
+def _strings(texts: Sequence[str | None], name: str) -> pa.Array:
+    """Texts as a column. Raises DataError, with the column's name, for one that UTF-8 cannot hold."""
+    try:
+        data = [b"" if text is None else text.encode() for text in texts]
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} {error.object[:80]!r} cannot be encoded as UTF-8 ({error.reason})") from error
     valid = np.array([text is not None for text in texts], np.bool_)
     return pa.Array.from_buffers(pa.string(), len(data), [_bitmap(valid), _buffer(_offsets([len(d) for d in data])),
                                                           pa.py_buffer(b"".join(data))])
@@ -191,7 +195,7 @@ def _scalar_columns(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> dic
     prompts = [lease.prompt.token_ids_P for lease in leases]
     prompt_ids = _fixed(_flat(prompts, np.int32, "prompt_ids", None), pa.int32())
     return {name: _numbers(values, schema.field(name).type) for name, values in integers.items()} | {
-        name: _strings(values) for name, values in texts.items()} | {
+        name: _strings(values, name) for name, values in texts.items()} | {
         "prompt_ids": _lists(_offsets([p.size for p in prompts]), prompt_ids, schema.field("prompt_ids").type),
         "sampling": _struct([_numbers(settings[child.name], child.type) for child in schema.field("sampling").type],
                             schema.field("sampling").type, len(groups))}
@@ -250,7 +254,7 @@ def _response_columns(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> d
     texts = [t.score.extracted for t in trajectories]
     keep_N, offsets, valid_G = _said(outer, np.array([text is not None for text in texts]))
     kept = [text for text, keep in zip(texts, keep_N.tolist(), strict=True) if keep]
-    columns["extracted"] = _lists(offsets, _strings(kept), schema.field("extracted").type, valid_G)
+    columns["extracted"] = _lists(offsets, _strings(kept, "extracted"), schema.field("extracted").type, valid_G)
     return columns
 
 

@@ -206,7 +206,7 @@ class GroupCommit:
         self._on_landed, self._on_refused, self._on_error = on_landed, on_refused, on_error
         self._queue: queue.SimpleQueue[TrajectoryGroup | None] = queue.SimpleQueue()
         self._abandon = threading.Event()
-        self._failure: BrokenFile | None = None
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"landing-{writer.stream}", daemon=True)
         self._thread.start()
 
@@ -230,10 +230,10 @@ class GroupCommit:
             first = held if held is not None else self._queue.get()
             if first is None:
                 return
-            batch, held, closing = self._take(first)
             try:
+                batch, held, closing = self._take(first)
                 self._land(batch)
-            except BrokenFile as error:
+            except Exception as error:  # the thread's edge: `put` raises it, whatever it is, as the cause
                 self._failure = error
                 return
             if closing and held is None:

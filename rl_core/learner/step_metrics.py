@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.correctness import RIGHT, is_known_everywhere, known_correctness
 from rl_core.learner.correction import effective_samples
 from rl_core.learner.sums import NAN, share
 
@@ -44,28 +45,40 @@ def mean(values: NDArray[Any]) -> float:
 
 
 def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
-    """Rewards, lengths and ages of the claim."""
+    """Rewards, lengths and ages of the claim. What is right: rl_core/correctness.py.
+
+    A group without spread counts as right where all its answers are known to be, as wrong where one is known not to be,
+    and as neither where that is not known.
+    """
     reward_N, length_N = rows.reward_N.astype(np.float64), rows.length_N
-    known_N = np.isfinite(rows.correct_N)
-    right_N = np.where(known_N, rows.correct_N > 0.5, reward_N > 0)
+    known_N, whole = _known(rows)
+    right_N, wrong_N = known_N > RIGHT, known_N <= RIGHT  # NaN is neither
     lowest_G, highest_G = np.full(rows.groups, np.inf), np.full(rows.groups, -np.inf)
     np.minimum.at(lowest_G, rows.group_N, reward_N)
     np.maximum.at(highest_G, rows.group_N, reward_N)
     flat_G = lowest_G == highest_G
-    wrong_G = np.bincount(rows.group_N, weights=~right_N, minlength=rows.groups) > 0
+    right_G = np.bincount(rows.group_N, weights=right_N, minlength=rows.groups) == rows.n_responses_G
+    wrong_G = np.bincount(rows.group_N, weights=wrong_N, minlength=rows.groups) > 0
     age_G = claim.idx - rows.idx_min_G
     return {
         "reward/mean": mean(reward_N), "reward/std": float(reward_N.std()),
-        "reward/correct": mean(rows.correct_N[known_N]),
-        "reward/no_spread_right": mean(flat_G & ~wrong_G), "reward/no_spread_wrong": mean(flat_G & wrong_G),
+        "reward/correct": mean(known_N[np.isfinite(known_N)]) if whole else NAN,
+        "reward/no_spread_right": mean(flat_G & right_G), "reward/no_spread_wrong": mean(flat_G & wrong_G),
         "rollout/length_mean": mean(length_N), "rollout/length_p95": float(np.percentile(length_N, 95)),
-        "rollout/length_right": mean(length_N[right_N]), "rollout/length_wrong": mean(length_N[~right_N]),
+        "rollout/length_right": mean(length_N[right_N]), "rollout/length_wrong": mean(length_N[wrong_N]),
         "rollout/truncated": mean(rows.finish_N == 1), "rollout/partial": mean(rows.n_responses_G < rows.n_expected_G),
         "staleness/mean": mean(age_G), "staleness/p95": float(np.percentile(age_G, 95)),
         "staleness/max": float(age_G.max()),
         "staleness/dropped_groups": float(len(claim.dropped)),
         "staleness/dropped_tokens": float(sum(drop.n_tokens for drop in claim.dropped)),
     }
+
+
+def _known(rows: ClaimRows) -> tuple[NDArray[np.float64], bool]:
+    """How right each answer is, NaN where that is not known; and whether something is known of every data source."""
+    source_N = rows.source_G[rows.group_N]
+    known_N = known_correctness(rows.reward_N, rows.correct_N, source_N)
+    return known_N, is_known_everywhere(known_N, source_N)
 
 
 def part_means(rows: ClaimRows) -> dict[str, float]:
@@ -76,12 +89,13 @@ def part_means(rows: ClaimRows) -> dict[str, float]:
 def by_source(rows: ClaimRows) -> dict[str, dict[str, float]]:
     """What the claim's answers were worth, data source by data source (`StepRecord.by_source`)."""
     source_N = rows.source_G[rows.group_N]
+    correct_N, _ = _known(rows)
     found: dict[str, dict[str, float]] = {}
     for number, source in enumerate(rows.sources):
         mine_N = source_N == number
-        known_N = mine_N & np.isfinite(rows.correct_N)
+        known_N = mine_N & np.isfinite(correct_N)
         found[source] = {"n": int(mine_N.sum()), "reward_mean": mean(rows.reward_N[mine_N]),
-                         "correct": mean(rows.correct_N[known_N]), "length_mean": mean(rows.length_N[mine_N])}
+                         "correct": mean(correct_N[known_N]), "length_mean": mean(rows.length_N[mine_N])}
     return found
 
 

@@ -34,11 +34,11 @@ def read_file(path: Path, keys: Keys, *, shown: str | None = None, source: str |
     """
     shown = shown or str(path)
     try:
-        if path.is_dir():
-            raise DataError(f"{shown}: is a directory, not a JSONL, CSV or Parquet file; name its files: "
-                            "data.train=[a.parquet, b.parquet]")
         with path.open("rb"):
             pass
+    except IsADirectoryError as error:
+        raise DataError(f"{shown}: is a directory, not a JSONL, CSV or Parquet file; name its files: "
+                        "data.train=[a.parquet, b.parquet]") from error
     except FileNotFoundError as error:
         raise DataError(f"{shown}: no such data file; write `sort` or the path of a JSONL, CSV or Parquet file in "
                         "data.train or data.validation") from error

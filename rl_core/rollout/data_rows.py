@@ -120,7 +120,7 @@ def _answer(columns: Mapping[str, Any], where: str, keys: Keys) -> tuple[Shape, 
         raise DataError(f"{where}: no `{name}`; the row has {sorted(columns)}; every row needs `{keys.prompt}` and "
                         f"`{keys.answer}` (data.answer_key names another column), or `reward_model.ground_truth`")
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        value = str(value)
+        value = str(int(value) if value == int(value) else value)  # a column of whole numbers and a null holds floats
     if not isinstance(value, str) or (keys.needs_answer and not value.strip()):
         limit = " that is not empty" if keys.needs_answer else ""
         raise DataError(f"{where}: `{name}` is {short(value)}; it must be a text{limit}")

@@ -59,7 +59,7 @@ class Kept:
             raise DataError(_overlong(data, tokens, over, limit))
         if len(over) and len(over) == len(data):
             raise DataError(f"{field}: all {len(data)} prompts have more than {limit} tokens (data.max_prompt_tokens), "
-                            "and data.overlong=drop leaves none: raise the limit")
+                            f"the shortest {tokens.lengths.min()}, the longest {tokens.lengths.max()}: raise the limit")
         rows = np.arange(len(data)) if not len(over) else np.flatnonzero(tokens.lengths <= limit)
         return cls(rows=rows.astype(np.int32), dropped=len(over))
 

@@ -103,31 +103,54 @@ def bytes_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+@pytest.fixture(scope="module")
+def places(home: Home, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where each afternoon was spent. All are side by side: most of their time is that of programs that start."""
+    places = {name: tmp_path_factory.mktemp(name) for name in AFTERNOONS}
+    for place in places.values():
+        bytes_model(place / "model")
+    trained = {name: home.start("train", "--preset", "local-model-cpu", *words(AFTERNOONS[name](place)), "--run-key",
+                                name, "--json", key=name, cwd=place) for name, place in places.items()}
+    for train in trained.values():
+        assert train.wait(180) == 0, (train.out, train.err)
+        assert (train.json["status"], train.json["steps"], train.err) == ("completed", STEPS, "")
+    measured = {name: home.start("validate", name, "--json", cwd=place) for name, place in places.items()}
+    exported = [home.start("export", name, "--out", "out", "--json", cwd=place) for name, place in places.items()]
+    for command in (*measured.values(), *exported):
+        assert command.wait(120) == 0, command.err
+    for name, place in places.items():
+        (place / "measured.json").write_text(json.dumps(measured[name].json))
+    return places
+
+
+def words(settings: list[str]) -> list[str]:
+    return [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+
+
 @pytest.mark.parametrize("name", AFTERNOONS)
-def test_an_afternoon_from_rows_to_a_model_that_transformers_loads(home: Home, tmp_path: Path, name: str) -> None:
-    bytes_model(tmp_path / "model")
-    settings = [word for setting in (*SMALL, *AFTERNOONS[name](tmp_path)) for word in ("--set", setting)]
-    train = home.start("train", "--preset", "local-model-cpu", *settings, "--run-key", name, "--json", key=name,
-                       cwd=tmp_path)
-    assert train.wait(120) == 0, (train.out, train.err)
-    assert (train.json["status"], train.json["steps"], train.err) == ("completed", STEPS, "")
+def test_what_was_trained_on_own_rows_and_reward_is_measured(home: Home, places: dict[str, Path], name: str) -> None:
+    measured = json.loads((places[name] / "measured.json").read_text())
+    assert measured["n"] == 4 and len(measured["sampled_reward_interval"]) == 2
+    [source] = measured["by_source"]
+    assert source == {"verl": "school/sums", "trl": "test", "reasoning_gym": "basic_arithmetic"}[name]
+    groups = read_groups(home.run(name), read_claim(home.run(name), 0))
+    parts = {part for group in groups for answer in group["responses"] for part in answer["parts"]}
+    assert parts == ({"letters"} if name == "verl" else set())
 
-    measured = home.start("validate", name, "--json", cwd=tmp_path)
-    assert measured.wait(60) == 0, measured.err
-    assert measured.json["n"] == 4
 
-    exported = home.start("export", name, "--out", str(tmp_path / "out"), "--json", cwd=tmp_path)
-    assert exported.wait(60) == 0, exported.err
+@pytest.mark.parametrize("name", AFTERNOONS)
+def test_the_export_is_loaded_by_transformers_with_equal_log_probs(home: Home, places: dict[str, Path],
+                                                                   name: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(places[name] / "out", dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(places[name] / "model", dtype=torch.float32)
     run = home.run(name)
     checkpoint = newest_whole(run)
-    assert checkpoint is not None and recorded_steps(run)[-1] == STEPS - 1
-    ours.load_state_dict({k: torch.as_tensor(v) for k, v in checkpoint.parameters.items()}, strict=False)
+    assert checkpoint is not None and checkpoint.state.n == recorded_steps(run)[-1] + 1 == STEPS
+    ours.load_state_dict({name: torch.as_tensor(value) for name, value in checkpoint.parameters.items()}, strict=False)
     group = read_groups(run, read_claim(run, STEPS - 1))[0]
     ids = torch.tensor([[*group["prompt_ids"], *group["responses"][0]["ids"]]])
     with torch.no_grad():
         assert torch.equal(theirs(ids).logits.log_softmax(-1), ours(ids).logits.log_softmax(-1))
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert AutoTokenizer.from_pretrained(places[name] / "out").chat_template

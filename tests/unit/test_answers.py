@@ -56,6 +56,35 @@ def test_numbers_that_nothing_is_known_of_are_none() -> None:
     assert unextracted["maj_at_n"] is None and unextracted["mean_at_n"] == 0.5
 
 
+def of_source(source: str, mode: Mode, prompt: int, reward: float, correct: float | None = None) -> Answer:
+    return Answer(prompt=prompt, mode=mode, data_source=source, score=Score(reward=reward, correct=correct), length=4,
+                  finish_reason="stop")
+
+
+def test_each_data_source_says_in_its_own_way_what_is_right() -> None:
+    modes: tuple[Mode, ...] = ("greedy", "sampled")
+    math_ = [of_source("math", mode, 2 + i, 0.9, correct) for mode in modes for i, correct in enumerate((1.0, 1.0))]
+    plain = [of_source("gsm8k", mode, i, reward) for mode in modes for i, reward in enumerate((1.0, 0.0))]
+    found = fields_of([*math_, *plain], (1,))
+    assert (found["greedy_accuracy"], found["sampled_accuracy"], found["mean_at_n"]) == (0.75, 0.75, 0.75)
+    assert found["pass_at_k"] == {"1": 0.75} and found["greedy_interval"] == pytest.approx([
+        wilson(0.75, 4).lo, wilson(0.75, 4).hi])
+    shaped = [of_source("gsm8k", mode, i, reward) for mode in modes for i, reward in enumerate((1.0, 0.1))]
+    found = fields_of([*math_, *shaped], (1,))
+    assert fields_of(math_, (1,))["greedy_accuracy"] == 1.0 and fields_of(shaped, (1,))["greedy_accuracy"] is None
+    assert (found["greedy_accuracy"], found["greedy_interval"], found["sampled_accuracy"]) == (None, None, None)
+    assert (found["mean_at_n"], found["pass_at_k"], found["maj_at_n"]) == (None, {"1": None}, None)
+    assert found["greedy_reward"] == pytest.approx(0.725), "rewards are known of all"
+
+
+def test_a_shaped_reward_is_no_accuracy_of_greedy_answers_that_all_got_0() -> None:
+    found = fields_of([*(of_source("s", "greedy", i, 0.0) for i in range(2)),
+                       *(of_source("s", "sampled", i, reward) for i, reward in enumerate((0.0, 0.1)))], (1,))
+    assert (found["greedy_accuracy"], found["greedy_interval"], found["mean_at_n"]) == (None, None, None)
+    alone = fields_of([of_source("s", "greedy", i, 0.0) for i in range(2)], ())
+    assert alone["greedy_accuracy"] == 0.0
+
+
 def prompts_of(*sources: str) -> list[Prompt]:
     return [Prompt(dataset_epoch=0, position=i, prompt_idx=i, token_ids_P=np.zeros(1, np.int32), answer=str(i),
                    data_source=source) for i, source in enumerate(sources)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flows.presets import load_preset
-from rl_core.best import Best, best_validation, known_fields, value_of
+from rl_core.best import Best, best_by_field, known_fields, value_of
 from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.plan import InputFacts, make_plan, parse_overrides, resolve
@@ -48,14 +48,14 @@ def test_fields_of_which_more_is_better_are_accepted(field: str) -> None:
 
 
 def test_the_first_of_the_largest_is_the_best(run: RunDir) -> None:
-    assert best_validation(run, "greedy_accuracy") is None
+    assert best_by_field(run, "greedy_accuracy") is None
     assert known_fields(run) == []
     for step, accuracy in ((0, 0.1), (20, 0.8), (40, None), (60, 0.8)):
         put_if_absent(run.validation(step), to_json({**RECORD, "step": step, "greedy_accuracy": accuracy}))
     put_if_absent(run.validations / "step-000000060.table.json", to_json({"rows": []}))
-    assert best_validation(run, "greedy_accuracy") == Best(20, 0.8)
-    assert best_validation(run, "by_source.v1.5.mean_at_n") == Best(0, 0.5)
-    assert best_validation(run, "sampled_accuracy") is None
+    assert best_by_field(run, "greedy_accuracy") == Best(20, 0.8)
+    assert best_by_field(run, "by_source.v1.5.mean_at_n") == Best(0, 0.5)
+    assert best_by_field(run, "sampled_accuracy") is None
     assert known_fields(run) == ["greedy_accuracy", "pass_at_k.1", "pass_at_k.4", "by_source.v1.5.mean_at_n",
                                  "by_source.v1.5.pass_at_k.4", "by_source.v1.mean_at_n"]
 

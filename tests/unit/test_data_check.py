@@ -45,6 +45,12 @@ def test_the_report_counts_what_a_run_would_take(rows: Path, capsys: pytest.Capt
     assert report["duplicates"] == {"count": 1, "first": {"where": "rows.jsonl:3", "repeats": "rows.jsonl:1"}}
 
 
+def test_the_median_of_two_lengths_lies_between_them(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[3])))  # 15 and 20 tokens
+    _, report = checked(capsys)
+    assert report["tokens"] == {"min": 15, "median": 17.5, "p95": 20, "max": 20, "mean": 17.5}
+
+
 def test_the_example_has_mask_0_until_the_answer_is_sampled(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, report = checked(capsys, row=3)
     example = report["example"]
@@ -121,3 +127,18 @@ def test_the_plan_counts_prompts_and_warns_of_them(rows: Path, capsys: pytest.Ca
     assert shown["plan"]["prompts_left_out"] == facts.dropped and len(shown["warnings"]) == 2
     assert shown["plan"]["warnings"] == list(plan.warnings)
     assert err.count("warning: data.") == 2
+
+
+def test_rows_that_the_default_toy_model_cannot_take_are_not_blamed_on_the_person(
+        rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows.write_text(json.dumps({"prompt": "What is 1+1?", "answer": "2"}) + "\n")
+    assert check_files(["rows.jsonl"], "tiny-cpu", [], row=0, as_json=False) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert "of preset tiny-cpu" in last and "--preset local-model-cpu --set model.path=DIR" in last
+
+
+def test_a_directory_is_no_file_and_needs_no_other_model(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (rows.parent / "many").mkdir()
+    assert check_files(["many"], "tiny-cpu", [], row=0, as_json=False) == 2
+    assert capsys.readouterr().err == ("error: many: is a directory, not a JSONL, CSV or Parquet file; name its files: "
+                                       "data.train=[a.parquet, b.parquet]\n")

@@ -102,7 +102,7 @@ def test_the_columns_of_verl_go_along_as_json_values(tmp_path: Path) -> None:
 
 def test_numbers_are_answers_as_their_text(tmp_path: Path) -> None:
     for ending in (".jsonl", ".parquet"):
-        for values, texts in (([2, -3], ["2", "-3"]), ([0.5, 1e16], ["0.5", "1e+16"])):
+        for values, texts in (([2, -3], ["2", "-3"]), ([0.5, 42.0, 1e16], ["0.5", "42", "10000000000000000"])):
             rows = [{"prompt": "a", "answer": value} for value in values]
             table = read_file(write(tmp_path / f"rows{ending}", rows), Keys())
             assert [row.answer for row in rows_of(table)] == texts

@@ -115,7 +115,8 @@ INCOMPLETE: dict[str, tuple[dict[str, Any], str]] = {
     "a bad pattern": ({"reward": "regex", "scoring": {"pattern": "(a"}},
                       r"scoring.pattern: is no regular expression: missing \), .*got '\(a'"),
     "a pattern of no use": ({"scoring": {"pattern": "a"}},
-                            r"scoring.pattern: belongs to reward=regex, and reward is exact \(got 'a'\)"),
+                            r"scoring.pattern: belongs to reward=regex, and reward is exact \(got 'a'\); "
+                            "add --set scoring.pattern=null"),
     "a signature of no use": ({"reward": "gsm8k", "scoring": {"signature": "verl"}},
                               r"scoring.signature: belongs to a function of yours, and reward is gsm8k \(got 'verl'\)"),
     "no such name": ({"reward": "gsm9k"}, r"reward: write one of exact, regex, gsm8k, math_verify, reasoning_gym:"),

@@ -81,6 +81,29 @@ FILLED: dict[str, tuple[Any, str, dict[str, Any], str, Any]] = {
                     {"prompts": ["6 x 7"], "completions": ["is 42"], "answer": ["42"], "data_source": ["tables"]}),
     "mine": (mine, "auto", {}, "answer", ["is 42", "42", 3, 2.0]),
     "mine by place": (by_place, "auto", {}, "answer", ["is 42", "42"]),
+    "prompt, response, ground_truth": (
+        lambda prompt, response, ground_truth: [prompt, response, ground_truth], "auto", {}, "answer",
+        ["6 x 7", "is 42", "42"]),
+    "prompt and two places": (lambda prompt, a, b: [prompt, a, b], "auto", {}, "answer", ["6 x 7", "is 42", "42"]),
+    "truth first": (lambda truth, response: [truth, response], "auto", {}, "answer", ["42", "is 42"]),
+    "truth first, an unknown text": (lambda truth, reply: [truth, reply], "auto", {}, "answer", ["42", "is 42"]),
+    "a column before the text": (lambda level, reply: [level, reply], "auto", {}, "answer", [3, "is 42"]),
+    "a column after the text": (lambda reply, level: [reply, level], "auto", {}, "answer", ["is 42", 3]),
+    "a column and two places": (lambda level, reply, gold: [level, reply, gold], "auto", {}, "answer",
+                                [3, "is 42", "42"]),
+    "a default is no place": (lambda reply, scale=2, gold=None: [reply, scale, gold], "auto", {}, "answer",
+                              ["is 42", 2, None]),
+    "solution": (lambda solution, truth: [solution, truth], "auto", {}, "answer", ["is 42", "42"]),
+    "output": (lambda truth, output: [truth, output], "auto", {}, "answer", ["42", "is 42"]),
+    "text": (lambda data_source, text, truth: [data_source, text, truth], "auto", {}, "answer",
+             ["tables", "is 42", "42"]),
+    "output that is a setting": (lambda a, b, output="json": [a, b, output], "auto", {}, "answer",
+                                 ["is 42", "42", "json"]),
+    "response and answer": (lambda response, answer: [response, answer], "auto", {}, "answer", ["is 42", "42"]),
+    "response, also where the rows have one": (
+        lambda response, truth: [response, truth], "auto", {"columns": {"response": "41"}}, "answer", ["is 42", "42"]),
+    "answer before a column `text`": (lambda answer, text: [answer, text], "auto", {"columns": {"text": "6 x 7"}},
+                                      "answer", ["is 42", "6 x 7"]),
     "completion and answer": (both, "auto", {}, "answer", ["is 42", "42"]),
     "verl's names, forced to be mine": (verl_short, "answer", {}, "answer", ["is 42", "42", "strict", 0.0]),
 }
@@ -104,6 +127,13 @@ def test_the_answer_column_has_the_name_of_the_data_set() -> None:
     assert bind(trl, answer_key="solution").call(REQUEST) == [["42"], ["data_source", "extra_info", "level", "prompts"]]
     assert bind(own, answer_key="solution").call(REQUEST) == ["is 42", "42"]
     assert bind(own, answer_key="solution").needs == []
+    assert bind(lambda solution, reply, prompt: [solution, reply, prompt], answer_key="label").call(REQUEST | {
+        "columns": {"reply": 1}}) == ["is 42", 1, "6 x 7"]
+    assert bind(lambda label, reply: [label, reply], answer_key="label").call(REQUEST) == ["42", "is 42"]
+    assert bind(lambda reply, solution: [reply, solution], answer_key="solution").call(REQUEST) == ["is 42", "42"]
+    assert bind(lambda solution, truth: [solution, truth], answer_key="solution").call(REQUEST) == ["is 42", "42"]
+    with pytest.raises(ValueError, match="`solution` may be the model's text, and it is the data's answer key, too"):
+        bind(lambda solution, reply: 1, answer_key="solution")
 
 
 def both_marks(completions: Any, solution_str: Any) -> Any: ...
@@ -117,6 +147,8 @@ def with_columns(completions: Any, level: Any, hint: Any = None) -> Any: ...
 
 MISFITS: dict[str, tuple[Any, str, str]] = {
     "no parameter": (lambda: 1, "auto", "takes no argument for the answer"),
+    "nothing for the text": (lambda prompt, truth: 1, "auto",
+                             r"none of the parameters \(prompt, truth\) is the model's text; call it `completion`"),
     "kwargs alone": (everything, "auto", "set scoring.signature"),
     "both systems": (both_marks, "auto", "has both `solution_str` .verl. and `completions` .TRL.; set scoring.sig"),
     "not verl's": (by_place, "verl", r"scoring.signature=verl calls compute_score\(data_source, .* the function has "
@@ -135,8 +167,22 @@ def test_a_wrong_signature_is_named(function: Any, signature: str, message: str)
 def test_columns_without_a_default_are_needed() -> None:
     assert bind(with_columns).needs == ["level"]
     assert bind(mine).needs == ["level"]
-    with pytest.raises(KeyError, match=r"'level' is no column of the row; it has \['other'\]"):
+    with pytest.raises(KeyError, match=r"'level' is no column of the row; it has \['answer', 'other', 'prompt'\]"):
         bind(mine).call(REQUEST | {"columns": {"other": 1}})
+    with pytest.raises(KeyError, match=r"it has \['gold', 'prompt'\]"):
+        bind(mine, answer_key="gold").call(REQUEST | {"columns": {"gold": "42"}})
+
+
+OPEN: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "more places than roles": (lambda a, b, c: 1, {}, "which parameter is the model's text. a, b, c are no columns"),
+    "columns alone": (lambda a, b: 1, {"a": 1, "b": 2}, "text. a, b are all columns of the row; call the model's text"),
+}
+
+
+@pytest.mark.parametrize(("function", "columns", "message"), OPEN.values(), ids=OPEN)
+def test_places_that_a_row_leaves_open_are_no_guess(function: Any, columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bind(function).call(REQUEST | {"columns": columns})
 
 
 def fields(reward: float, correct: float | None = None, extracted: str | None = None, /,
@@ -156,6 +202,8 @@ RESULTS: dict[str, tuple[Any, dict[str, Any]]] = {
               fields(1.0, format=0.25, boxed=1.0, length=3.0)),
     "reward before score": ({"reward": 1, "score": 2}, fields(1.0, score=2.0)),
     "our names before theirs": ({"reward": 1, "correct": True, "acc": 0.25}, fields(1.0, 1.0, acc=0.25)),
+    "lone surrogates": ({"score": 1, "pred": "a\ud800", "\udfffb": 2}, fields(1.0, None, "a?", **{"?b": 2.0})),
+    "the largest of float32": (3.4e38, fields(3.4e38)),
     "texts and lists are left out": ({"score": 1, "feedback": "good", "steps": [1, 2], "none": None}, fields(1.0)),
 }
 
@@ -193,6 +241,8 @@ NO_REWARDS: dict[str, tuple[Any, Any, str]] = {
     "NaN": (mine, float("nan"), r"the result is nan; it must be finite"),
     "NaN score": (verl_short, {"score": float("nan")}, r"`score` is nan; it must be finite"),
     "infinite part": (verl_short, {"score": 1, "p": float("inf")}, r"part 'p' is inf; it must be finite"),
+    "beyond float32": (mine, 1e39, r"the result is 1e\+39; it must be finite in float32"),
+    "a part beyond float32": (mine, {"reward": 1, "p": -1e300}, r"part 'p' is -1e\+300; it must be finite in float32"),
     "accuracy that is a text": (verl_short, {"score": 1, "acc": "yes"}, r"`correct` is 'yes' of type str"),
     "no reward": (verl_short, {"acc": 1}, r"the result has no `reward` and no `score`: \{'acc': 1\}"),
 }

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from rl_core.errors import DeadlinePassed
 
 ROWS = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i, "completion": f"it is {i + 1}"} for i in range(30)]
 
@@ -71,7 +72,16 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
                        "cannot be loaded: ModuleNotFoundError: No module named 'nowhere' (reward.py:1)", ""),
     "wrong signature": ("def score(*, answer, truth, difficulty): return 1",
                         "42 of 42 answers (rows.jsonl:1, ground truth): reward reward.py:score: raised KeyError: "
-                        "\"parameter 'difficulty' is no column of the row; it has ['completion', 'level']\"", ""),
+                        "\"parameter 'difficulty' is no column of the row; it has ['answer', 'completion', 'level', "
+                        "'prompt']\"", ""),
+    "a column that no row has": ("def score(answer, truth, difficulty): return answer == truth",
+                                 "asks for the column 'difficulty', and rows.jsonl:1 has none; give the parameter", ""),
+    "always the same": ("def score(answer, truth): return 0.5", "gives every answer the reward 0.5", ""),
+    "blind to the text": ("def score(answer, truth): return len(truth) > 5", "does it get the model's text", ""),
+    "more places than roles": ("def score(first, second, third): return 1",
+                               "which parameter is the model's text? first, second, third are no columns of the row; "
+                               "call the model's text `completion` and the ground truth `truth`", ""),
+    "beyond float32": ("def score(answer): return 1e39", "the result is 1e+39; it must be finite in float32", ""),
     "no parameter": ("def score(): return 1", "the function takes no argument for the answer", ""),
     "not the forced one": ("def score(a, b): return 1", "scoring.signature=verl calls compute_score(", "verl"),
     "wrong length": ("def reward(prompts, completions, **kwargs): return [1.0, 2.0]",
@@ -111,9 +121,8 @@ NOTES: dict[str, tuple[str, str]] = {
     "leaks threads": ("import threading, time\ndef score(answer, truth):\n"
                       " threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n return answer == truth",
                       "leaves 42 threads alive after 42 calls, as in 'Thread-"),
-    "always the same": ("def score(answer, truth): return 0.5",
-                        "gives every answer the reward 0.5, also an empty one"),
-    "the ground truth is in another form": ("def score(answer, truth): return answer == f'<{truth}>'",
+    "the ground truth is in another form": ("def score(answer, truth):\n"
+                                            " return {'reward': len(answer), 'acc': answer == f'<{truth}>'}",
                                             "calls no row's own ground truth right"),
     "texts in its dict": ("def score(answer, truth): return {'score': answer == truth, 'feedback': 'fine', 'n': 1}",
                           "entries of its dict that are no numbers are left out: feedback"),
@@ -130,8 +139,9 @@ def test_what_a_run_would_survive_is_noted(source: str, note: str) -> None:
 
 CHOSEN: dict[str, tuple[str, str]] = {
     "compute_score goes before others": ("def helper(x): ...\ndef score(answer): return 1\n"
-                                         "def compute_score(solution_str, ground_truth): return 2", "compute_score"),
-    "the only public function": ("def _helper(x): ...\ndef judge(answer): return 2", "judge"),
+                                         "def compute_score(solution_str, ground_truth): return 2 * bool(solution_str)",
+                                         "compute_score"),
+    "the only public function": ("def _helper(x): ...\ndef judge(answer): return 2 * bool(answer)", "judge"),
 }
 
 
@@ -149,6 +159,9 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no name": (["gsm9k"], "error: reward: write one of exact, regex, gsm8k"),
     "not allowed": (["json:loads"], "error: reward: package 'json' may not be imported"),
     "no rows": (["exact", "--data", "nothing.jsonl"], "error: nothing.jsonl"),
+    "no rows in the preset": (["exact", "--preset", "local-model-cpu"], "error: data.train: must be set (got '')"),
+    "a pattern of the preset's reward": (["exact", "--preset", "longtail-cpu"],
+                                         "add --set scoring.pattern=null"),
     "no pattern": (["regex"], "error: scoring.pattern: reward=regex needs a pattern"),
 }
 
@@ -168,3 +181,22 @@ def test_rewards_by_name_are_tried_too() -> None:
     assert done.exit_code == 0 and found["holds"] and found["signature"] is None
     assert [row["reward"] for row in found["rows"]] == [1.0] * 40 + [0.0, 0.0]
     assert command("exact").exit_code == 0, "the preset's task"
+
+
+def test_a_column_that_a_later_row_lacks_is_named_as_a_start_does() -> None:
+    rows = [*ROWS[:25], {"prompt": "1 + 1", "answer": "2", "completion": "it is 2"}]
+    Path("rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    found = report("def score(answer, truth, level): return answer == truth", "--rows", "3", code=1)
+    assert found["problems"] == [
+        "reward: reward.py:score asks for the column 'level', and rows.jsonl:26 has none; give the parameter a "
+        "default, or the rows the column; if it is the model's text, call it `completion`"]
+    assert len(found["rows"]) == 8, "the rows that have it are tried"
+
+
+def test_rows_that_do_not_come_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(config: Any) -> Any:
+        raise DeadlinePassed("data.train: the download took longer than 1 s")
+
+    monkeypatch.setattr("tasks.reward_trial.training_data", slow)
+    done = command("exact", "--data", "hf:owner/name")
+    assert done.exit_code == 2 and "error: data.train: the download took longer than 1 s" in done.stderr

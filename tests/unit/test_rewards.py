@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flows.launch import QUIET
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RewardError, RewardTimeout
 from rl_core.rollout.rewards.exact import exact
@@ -89,7 +90,8 @@ BAD = {
     "a list": ("def score(a, b): return [1.0]", r"the result is \[1.0\] of type list; it must be a number"),
     "nothing": ("def score(a, b): pass", r"the result is None of type NoneType"),
     "dict without reward": ("def score(a, b): return {'points': 1}", r"has no `reward` and no `score`: \{'points': 1"),
-    "unknown column": ("def score(answer, truth, level): return 1", r"'level' is no column of the row; it has \['x'\]"),
+    "unknown column": ("def score(answer, truth, level): return 1",
+                       r"'level' is no column of the row; it has \['answer', 'x'\]"),
 }
 
 
@@ -137,6 +139,51 @@ def test_close_ends_a_call_in_the_middle(tmp_path: Path) -> None:
     assert len(seen) == 1
     with pytest.raises(RewardError, match="closed"):
         given(prompt(), "1")
+
+
+def test_a_rewards_subprocess_gets_an_empty_input_and_no_requests(tmp_path: Path) -> None:
+    given = scorer(tmp_path, "import subprocess, sys\ndef score(answer, truth):\n"
+                   " done = subprocess.run(['cat'], stdout=subprocess.PIPE, timeout=5)\n"
+                   " return {'reward': 1, 'read': len(done.stdout), 'own': len(sys.stdin.read())}")
+    try:
+        for _ in range(2):
+            assert given(prompt(), "12") == Score(reward=1.0, parts={"read": 0.0, "own": 0.0})
+    finally:
+        given.close()
+
+
+ENVIRONMENTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "nothing set": ({"HEADWAY_HUB_OFFLINE": ""}, {}),
+    "offline": ({"HEADWAY_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "1"}),
+    "other values": ({"HEADWAY_HUB_OFFLINE": "", "PYTHONWARNINGS": "error"}, {"PYTHONWARNINGS": "error"}),
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_a_reward_has_the_persons_settings_and_not_those_of_a_command(
+        changes: dict[str, str], expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (QUIET | changes).items():
+        monkeypatch.setenv(name, value)
+    given = scorer(tmp_path, "import os\ndef score(answer, truth):\n"
+                   " mine = ('HF_', 'HEADWAY_HUB', 'PYTHONWARNINGS', 'TRANSFORMERS_')\n"
+                   " seen = sorted((k, v) for k, v in os.environ.items() if k.startswith(mine))\n"
+                   " return {'reward': 1, 'pred': seen}")
+    try:
+        assert given(prompt(), "12").extracted == str(sorted(expected.items()))
+    finally:
+        given.close()
+
+
+def test_a_reward_outside_of_a_command_has_the_environment_as_it_is(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWAY_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    given = scorer(tmp_path, "import os\ndef score(answer, truth):\n"
+                   " return {'reward': 1, 'pred': os.environ['PYTHONWARNINGS']}")
+    try:
+        assert given(prompt(), "12").extracted == "ignore"
+    finally:
+        given.close()
 
 
 def test_calls_are_quick(tmp_path: Path) -> None:

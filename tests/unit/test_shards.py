@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -22,7 +23,7 @@ from rl_core.experience.columns import column_digests, digest_of_digests
 from rl_core.experience.shards import GroupCommit, ShardWriter, map_shard, sweep_tmp, verify_shard
 from rl_core.experience.verify import SEAL
 from rl_core.run_dir import RunDir
-from rl_core.types import Landed, TrajectoryGroup
+from rl_core.types import Landed, Score, TrajectoryGroup
 from tests.builders import make_group, make_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -582,3 +583,32 @@ def test_a_foreign_file_in_the_stream_stops_the_commit_with_its_cause(tmp_path: 
             return
         time.sleep(0.005)
     pytest.fail("put never raised")
+
+
+def test_whatever_ends_a_landing_is_the_cause_that_put_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, writer = writer_in(tmp_path)
+
+    def broken(batch: list[TrajectoryGroup]) -> Landed:
+        raise RuntimeError("not foreseen")
+
+    monkeypatch.setattr(writer, "land", broken)
+    commit = Heard().commit(writer)
+    commit.put(make_group(0))
+    commit._thread.join(10)
+    with pytest.raises(DeadPart, match=r"landing thread of .* is gone") as raised:
+        commit.put(make_group(1))
+    assert isinstance(raised.value.__cause__, RuntimeError) and "not foreseen" in str(raised.value.__cause__)
+
+
+def test_a_text_that_cannot_be_encoded_refuses_its_group_alone(tmp_path: Path) -> None:
+    _, writer = writer_in(tmp_path)
+    heard = Heard()
+    whole = make_group(1)
+    first = dataclasses.replace(whole.trajectories[0], score=Score(reward=1.0, extracted="a\ud800"))
+    bad = dataclasses.replace(whole, trajectories=(first, *whole.trajectories[1:]))
+    commit = heard.commit(writer)
+    for group in (make_group(0), bad, make_group(2)):
+        commit.put(group)
+    commit.close(10)
+    assert sorted(gid for landed in heard.landed for gid in landed.group_ids) == ["e0-p0-t0", "e0-p2-t0"]
+    assert heard.refused == [("e0-p1-t0", "extracted 'a\\ud800' cannot be encoded as UTF-8 (surrogates not allowed)")]

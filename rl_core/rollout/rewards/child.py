@@ -1,8 +1,8 @@
 """The process that runs a reward function: one JSON request a line on stdin, one JSON reply a line on stdout.
 
 Started by `function.py` as `python -m rl_core.rollout.rewards.child <Task as JSON>`. It runs the function in its main
-thread (scorers that set an alarm work), sends what the function prints to stderr, and ends itself when its parent is
-gone, also in the middle of a call.
+thread (scorers that set an alarm work), sends what the function prints to stderr, leaves it an empty stdin, and ends
+itself when its parent is gone, also in the middle of a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import Any, TextIO, TypedDict, cast
 
 from rl_core.rollout.rewards.results import left_out
-from rl_core.rollout.rewards.signatures import Bound, Request, bind, is_chat
+from rl_core.rollout.rewards.roles import Request
+from rl_core.rollout.rewards.signatures import Bound, bind, is_chat
 
 
 class Task(TypedDict):
@@ -120,7 +121,7 @@ def _hint(bound: Bound, request: Request, error: BaseException) -> str:
     return ""
 
 
-def _serve(task: Task, replies: TextIO) -> None:
+def _serve(task: Task, given: TextIO, replies: TextIO) -> None:
     def reply(payload: dict[str, Any]) -> None:
         replies.write(json.dumps(payload) + "\n")
         replies.flush()
@@ -128,7 +129,7 @@ def _serve(task: Task, replies: TextIO) -> None:
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in sys.stdin:
+        for line in given:
             requests.put(line)
         os._exit(0)  # the parent is gone or has closed us: end also a call that hangs
 
@@ -162,12 +163,15 @@ def _serve(task: Task, replies: TextIO) -> None:
 def main() -> None:
     """Serve the function named on the command line until the input ends."""
     task: Task = json.loads(sys.argv[1])
-    # What the function prints must not mix with the replies.
+    # The function and its subprocesses must neither read the requests nor print between the replies.
+    given = os.fdopen(os.dup(0), encoding="utf-8")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno() if task["watch"] else 2, 1)
     os.chdir(task["cwd"])
-    _serve(task, replies)
+    _serve(task, given, replies)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 
 import rl_core
 from rl_core.errors import ConfigError, RewardError, RewardTimeout
+from rl_core.hub import ASKED_OFFLINE, OFFLINE
 from rl_core.reward_settings import TASK
 from rl_core.rollout.rewards.child import Task
 from rl_core.types import Prompt, Score
@@ -34,6 +35,8 @@ START_DEADLINE_S = 60.0
 ALLOWED_IMPORTS = "HEADWAY_ALLOWED_IMPORTS"
 PACKAGES = {"math_verify": "math-verify", "reasoning_gym": "reasoning-gym"}
 """Module and package of what a reward of Headway's needs beside Headway: the extra `tasks`."""
+QUIETED = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+"""What commands set for their own libraries, beside HF_HUB_OFFLINE; a person's function shall not have it from them."""
 CHILD_REWARDS = ("regex", "math_verify")
 
 
@@ -158,12 +161,11 @@ class FunctionScorer:
         return child
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join([str(Path(rl_core.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         # A group of its own, so that whatever the function starts ends with it; no user input ever reaches a shell.
         return subprocess.Popen(
             [sys.executable, "-m", "rl_core.rollout.rewards.child", json.dumps(self._task)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if self._quiet else None,
-            env={**os.environ, "PYTHONPATH": path}, cwd="/", start_new_session=True)
+            env=_environment(), cwd="/", start_new_session=True)
 
     def _send(self, child: subprocess.Popen[bytes], request: dict[str, Any]) -> None:
         assert child.stdin is not None
@@ -191,6 +193,18 @@ class FunctionScorer:
                 self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment with Headway importable, and without what a command has set to quiet itself."""
+    env = dict(os.environ)
+    asked = env.pop(ASKED_OFFLINE, None)
+    if asked is not None:
+        ours = QUIETED | {OFFLINE: "1"}
+        env = {name: value for name, value in env.items() if ours.get(name) != value}
+        env |= {OFFLINE: asked} if asked else {}
+    return env | {"PYTHONPATH": os.pathsep.join([str(Path(rl_core.__file__).parents[1]),
+                                                 *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

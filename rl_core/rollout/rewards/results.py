@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import struct
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -19,7 +20,7 @@ def as_score(value: Any, first: RewardKey = "reward") -> dict[str, Any]:
     """A function's result as {reward, parts, correct, extracted}: a number, a truth value, or a dict.
 
     A truth value says `correct` too. `first` is the key that is the reward where a dict has both. Raises ValueError
-    naming the value for anything else, NaN and infinity included.
+    naming the value for anything else, NaN, infinity and what float32 cannot hold included. Texts come out encodable.
     """
     if not isinstance(value, Mapping):
         reward = _number(value, "the result")
@@ -34,8 +35,9 @@ def as_score(value: Any, first: RewardKey = "reward") -> dict[str, Any]:
     return {
         "reward": reward,
         "correct": None if correct is None else _number(correct, "`correct`"),
-        "extracted": None if extracted is None else str(extracted),
-        "parts": {str(name): _number(part, f"part {name!r}") for name, part in result.items() if _is_number(part)},
+        "extracted": None if extracted is None else clean(str(extracted)),
+        "parts": {clean(str(name)): _number(part, f"part {name!r}")
+                  for name, part in result.items() if _is_number(part)},
     }
 
 
@@ -44,7 +46,7 @@ def left_out(value: Any) -> list[str]:
     if not isinstance(value, Mapping):
         return []
     fields = ("reward", "score", "correct", "acc", "extracted", "pred")
-    return [str(name) for name, part in cast(Mapping[str, Any], value).items()
+    return [clean(str(name)) for name, part in cast(Mapping[str, Any], value).items()
             if name not in fields and not _is_number(part)]
 
 
@@ -65,6 +67,11 @@ def only_reward(value: Any) -> Any:
         raise ValueError("the reward of the completion is None; TRL leaves such a completion out, here every answer "
                          "needs a number")
     return listed[0]
+
+
+def clean(text: str) -> str:
+    """With `?` for lone surrogates, which no file of a run can hold: `clean("a\\ud800")` -> `"a?"`."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def short(value: Any) -> str:
@@ -102,4 +109,8 @@ def _number(value: Any, what: str) -> float:
         raise ValueError(f"{what} is {short(value)}; it must be finite") from error
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}; it must be finite")
+    try:
+        struct.pack("<f", number)  # raises where a native "f" gives infinity
+    except OverflowError as error:
+        raise ValueError(f"{what} is {number}; it must be finite in float32 (up to 3.4e38)") from error
     return number

@@ -96,11 +96,8 @@ def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None =
 
 
 def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> None:
-    for column in columns:
-        if (where := rows.without(column)) is not None:
-            remedy = "they are those of data.train=" + reward if is_own(reward) else \
-                "give the parameter a default, or the rows the column"
-            raise ConfigError(f"reward: {reward} asks for the column {column!r}, and {where} has none; {remedy}")
+    if missing := missing_columns(reward, columns, rows.without):
+        raise ConfigError(missing[0])
     prompt, where = rows.first()
     try:
         scorer(prompt, prompt.answer)
@@ -109,6 +106,14 @@ def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> 
             "mend the function, it must give every answer a number"
         raise ConfigError(f"{error}\nreward: that was a trial on {where}, with the row's own answer "
                           f"{prompt.answer[:80]!r}; {remedy}") from error
+
+
+def missing_columns(reward: str, columns: Sequence[str], without: Callable[[str], str | None]) -> list[str]:
+    """What is wrong with each column that the reward needs and some row lacks. `without`: as in Rows."""
+    remedy = "they are those of data.train=" + reward if is_own(reward) else \
+        "give the parameter a default, or the rows the column; if it is the model's text, call it `completion`"
+    return [f"reward: {reward} asks for the column {column!r}, and {where} has none; {remedy}"
+            for column in columns if (where := without(column)) is not None]
 
 
 def answer_text(decoded: str, completion: Completion) -> str:

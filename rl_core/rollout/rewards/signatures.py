@@ -1,9 +1,7 @@
 """How a request fills the parameters of a user's function, in the three signatures that people have.
 
-* answer: `f(answer, truth, level)`. `answer` or `completion` is the model's text (with both, `answer` is the row's),
-  `truth` or `ground_truth` the row's answer, `prompt` and `data_source` are the row's, any other name is a column of
-  it. If no parameter has a name of the text, the first is the text and the second the ground truth, whatever they are
-  called.
+* answer: `f(answer, truth, level)`. Which parameter is the model's text and which the ground truth is in roles.py;
+  `prompt` and `data_source` are the row's, any other name is a column of it.
 * verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 * trl: `f(prompts, completions, **columns) -> list`, called with lists of one.
 
@@ -18,14 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rl_core.rollout.rewards.results import as_score, only_reward
+from rl_core.rollout.rewards.roles import TRUTH_NAMES, Request, Take, of_answer, truth_or_column
 
 Signature = Literal["answer", "verl", "trl"]
-Request = dict[str, Any]
-"""{text, truth, prompt, data_source, columns}"""
-Take = Callable[[Request], Any]
-
-TEXT_NAMES = ("answer", "completion")
-TRUTH_NAMES = ("ground_truth", "truth")
 TRAINER_NAMES = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
 """What TRL's trainer hands to a reward and Headway has not."""
 FORMS: Mapping[Signature, tuple[str, str]] = {
@@ -64,14 +57,14 @@ def bind(function: Callable[..., Any], signature: str = "auto", answer_key: str 
     named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     takes_rest = len(named) < len(parameters)
     kind = _recognised({p.name for p in named}, takes_rest, signature)
-    known = _known(kind, named, answer_key)
     if kind == "answer" and not named:
         raise ValueError("the function takes no argument for the answer; if it takes **kwargs alone, set "
                          "scoring.signature")
+    known = _known(kind, named, answer_key)
     positional: list[Take] = []
     by_name: dict[str, Take] = {}
     for parameter in named:
-        take = known.get(parameter.name) or _column(parameter, as_list=kind == "trl")
+        take = known.get(parameter.name) or _column(parameter, answer_key, as_list=kind == "trl")
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             positional.append(take)
         else:
@@ -107,27 +100,17 @@ def _recognised(names: set[str], takes_rest: bool, signature: str) -> Signature:
 
 def _known(kind: Signature, named: list[inspect.Parameter], answer_key: str) -> dict[str, Take]:
     """Names that are no plain column, by signature."""
-    def truth(name: str) -> Take:  # a column of that name stands before the row's ground truth
-        return lambda request: request["columns"].get(name, request["truth"])
-
     match kind:
         case "verl":
-            return {"solution_str": _text, "ground_truth": _typed_truth, "data_source": _data_source,
+            return {"solution_str": lambda request: request["text"], "ground_truth": _typed_truth,
+                    "data_source": lambda request: request["data_source"],
                     "extra_info": lambda request: request["columns"].get("extra_info")}
         case "trl":
             return {"prompts": lambda request: [request["prompt"]], "completions": _completions,
                     "data_source": lambda request: [request["data_source"]],
-                    **{name: _in_list(truth(name)) for name in (answer_key, "answer", *TRUTH_NAMES)}}
+                    **{name: _in_list(truth_or_column(name)) for name in (answer_key, "answer", *TRUTH_NAMES)}}
         case "answer":
-            known: dict[str, Take] = {answer_key: truth(answer_key), **dict.fromkeys(TEXT_NAMES, _text),
-                                      **dict.fromkeys(TRUTH_NAMES, _truth), "data_source": _data_source,
-                                      "prompt": lambda request: request["prompt"]}
-            names = {p.name for p in named}
-            if names.isdisjoint(TEXT_NAMES):
-                known |= {p.name: take for p, take in zip(named, (_text, _truth), strict=False)}
-            if names.issuperset(TEXT_NAMES):
-                known["answer"] = truth("answer")
-            return known
+            return of_answer(named, answer_key)
 
 
 def _rest(kind: Signature, request: Request, known: Mapping[str, Take], answer_key: str) -> dict[str, Any]:
@@ -138,18 +121,6 @@ def _rest(kind: Signature, request: Request, known: Mapping[str, Take], answer_k
         return {name: take(request) for name, take in known.items()}
     columns = {name: [value] for name, value in request["columns"].items()}
     return columns | {name: known[name](request) for name in ("prompts", "completions", "data_source", answer_key)}
-
-
-def _text(request: Request) -> str:
-    return request["text"]
-
-
-def _truth(request: Request) -> str:
-    return request["truth"]
-
-
-def _data_source(request: Request) -> str:
-    return request["data_source"]
 
 
 def _typed_truth(request: Request) -> Any:
@@ -174,13 +145,15 @@ def _in_list(take: Take) -> Take:
     return lambda request: [take(request)]
 
 
-def _column(parameter: inspect.Parameter, *, as_list: bool) -> Take:
+def _column(parameter: inspect.Parameter, answer_key: str, *, as_list: bool) -> Take:
     def column(request: Request) -> Any:
         columns = request["columns"]
         if parameter.name in columns:
             return [columns[parameter.name]] if as_list else columns[parameter.name]
         if parameter.default is inspect.Parameter.empty:
-            raise KeyError(f"parameter {parameter.name!r} is no column of the row; it has {sorted(columns)}")
+            apart = {"prompt"} if request["prompt"] is not None else set[str]()  # a request has them beside the others
+            apart |= {answer_key} if "reward_model" not in columns else set[str]()
+            raise KeyError(f"parameter {parameter.name!r} is no column of the row; it has {sorted({*columns, *apart})}")
         return parameter.default
 
     return column
