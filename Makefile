@@ -16,8 +16,9 @@ RUN_STAMP := $(VENV)/.headway-$(ASKED)
 DEV_STAMP := $(VENV)/.headway-dev-$(ASKED)
 SET ?=
 # Tests of deadlines have the machine to themselves.
-ONE_BY_ONE := tests/contract tests/chaos tests/pipeline/test_stops.py
-SIDE_BY_SIDE := tests/architecture tests/unit $(filter-out $(ONE_BY_ONE),$(wildcard tests/pipeline/test_*.py))
+ONE_BY_ONE := $(addprefix tests/,contract/test_cluster.py contract/test_services.py chaos pipeline/test_stops.py)
+SIDE_BY_SIDE := tests/architecture tests/unit \
+	$(filter-out $(ONE_BY_ONE),$(wildcard tests/contract/test_*.py tests/pipeline/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev quickstart test test-all lint bench lock clean

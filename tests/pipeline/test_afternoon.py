@@ -76,11 +76,6 @@ def reasoning(place: Path) -> list[str]:
 AFTERNOONS: dict[str, Callable[[Path], list[str]]] = {"verl": verl, "trl": trl, "reasoning_gym": reasoning}
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home(tmp_path_factory.mktemp("home"))
-
-
 def bytes_model(directory: Path) -> None:
     """A Qwen2 of random weights whose tokenizer takes any text, byte by byte, with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -132,7 +127,7 @@ def test_what_was_trained_on_own_rows_and_reward_is_measured(home: Home, places:
     measured = json.loads((places[name] / "measured.json").read_text())
     assert measured["n"] == 4 and len(measured["sampled_reward_interval"]) == 2
     [source] = measured["by_source"]
-    assert source == {"verl": "school/sums", "trl": "test", "reasoning_gym": "basic_arithmetic"}[name]
+    assert source == {"verl": "school/sums", "trl": "test", "reasoning_gym": "reasoning_gym:basic_arithmetic"}[name]
     groups = read_groups(home.run(name), read_claim(home.run(name), 0))
     parts = {part for group in groups for answer in group["responses"] for part in answer["parts"]}
     assert parts == ({"letters"} if name == "verl" else set())

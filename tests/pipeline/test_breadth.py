@@ -178,7 +178,7 @@ def test_inspect_shows_both_versions_of_a_group_with_a_late_answer(finished: Com
     shown = home.call("inspect", "breadth", "--step", str(step), "--json").json
     [group] = [group for group in shown["groups"] if group["position"] == SLOW]
     versions = Counter(v for answer in group["answers"] for v in answer["versions"])
-    assert versions[0] == N - 1 and len(versions) == 2, "version 0 sampled the siblings, a newer one the lost answer"
+    assert versions[0] == N - 1 and len(versions) > 1, "version 0 sampled the siblings, newer ones the lost answer"
     assert group["age"] == shown["idx"] > LIMIT
     assert group["prompt"].startswith("system\ndigits only\nuser\nsort ")
     others = [each["prompt"] for each in shown["groups"] if each["position"] % 2 == 0]

@@ -39,7 +39,7 @@ class Expected:
 
 PRESETS = {
     "tiny-cpu": Expected(180, 23040, 1, 2, 48, [], {}),
-    "longtail-cpu": Expected(120, 15360, 1, 2, 48, [], {}),
+    "longtail-cpu": Expected(120, 15360, 2, 2, 48, [], {}),
     "local-model-cpu": Expected(100, 6400, 1, 2, 24, TO_SET, {}),
     "grpo-1gpu": Expected(200, 51200, 2, 1, 64, TO_SET + NO_GPU, {"learner": 0.5, "rollout": 0.25}),
     "grpo-8gpu": Expected(400, 204800, 2, 2, 192, TO_SET + NO_GPU, {"learner": 4.0, "rollout": 3.0}),
