@@ -11,7 +11,6 @@ import pytest
 from tasks import keeper
 from tests.runs import Home
 
-
 MODELS = Path(__file__).resolve().parents[2] / "build" / "test-models"
 """The tiny models of earlier sessions, by the digest of their settings; `make clean` removes them."""
 
