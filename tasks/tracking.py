@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import threading
 import time
 from collections import deque
@@ -114,6 +115,22 @@ def amendments(run: RunDir) -> dict[str, str]:
     return {**tags, TAG_REVISION: str(made[-1].revision)} if made else {}
 
 
+def _make_database(uri: str) -> None:
+    """Make a sqlite database that is not there yet beside its place, and link it there whole: MLflow builds one in many
+    steps, and one that was killed in between can be opened by nobody again."""
+    from mlflow import MlflowClient
+
+    final = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or final.exists():
+        return
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
+    MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
+    with suppress(FileExistsError):  # another run was quicker
+        os.link(aside, final)
+    aside.unlink()
+
+
 class _Mirror:
     """The MLflow run of one Headway run: everything that talks to MLflow. Used by one thread."""
 
@@ -124,6 +141,7 @@ class _Mirror:
         from mlflow import MlflowClient  # here: seconds of import, off the run's path
 
         self._run, self._config, self._where, self._tags = run, config, where, tags
+        _make_database(where.uri)
         self._client: MlflowClient = MlflowClient(tracking_uri=where.uri)
         found = self._find() or self._create()
         self.run_id: str = found.info.run_id
