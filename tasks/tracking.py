@@ -115,7 +115,7 @@ def amendments(run: RunDir) -> dict[str, str]:
     return {**tags, TAG_REVISION: str(made[-1].revision)} if made else {}
 
 
-def _make_database(uri: str) -> None:
+def make_database(uri: str) -> None:
     """Make a sqlite database that is not there yet beside its place, and link it there whole: MLflow builds one in many
     steps, and one that was killed in between can be opened by nobody again."""
     from mlflow import MlflowClient
@@ -125,10 +125,12 @@ def _make_database(uri: str) -> None:
         return
     final.parent.mkdir(parents=True, exist_ok=True)
     aside = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
-    MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
-    with suppress(FileExistsError):  # another run was quicker
-        os.link(aside, final)
-    aside.unlink()
+    try:
+        MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
+        with suppress(FileExistsError):  # another run was quicker
+            os.link(aside, final)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 class _Mirror:
@@ -141,7 +143,7 @@ class _Mirror:
         from mlflow import MlflowClient  # here: seconds of import, off the run's path
 
         self._run, self._config, self._where, self._tags = run, config, where, tags
-        _make_database(where.uri)
+        make_database(where.uri)
         self._client: MlflowClient = MlflowClient(tracking_uri=where.uri)
         found = self._find() or self._create()
         self.run_id: str = found.info.run_id

@@ -23,7 +23,7 @@ from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord
 from tasks.destination import Destination, destination, flatten, redact, redact_in, resolved
-from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, TAG_TABLES, Tracker
+from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, TAG_TABLES, Tracker, make_database
 
 CONFIG = Config.model_validate({"isolated": True, "total_steps": 180})
 TS_US = 1_790_000_000_000_000
@@ -228,6 +228,35 @@ def test_trouble_never_stops_the_run_and_is_caught_up_with_when_it_is_over(tmp_p
     assert second.finish("FINISHED", DEADLINE_S)
     assert query(home, "select count(*) from metrics where key = 'train/policy_loss' "
                        f"and run_uuid = '{run_id}'") == [(5,)]
+
+
+def test_a_new_database_stands_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri, directory = f"sqlite:///{tmp_path}/mlflow/mlflow.db", tmp_path / "mlflow"
+
+    class Interrupted:
+        """MLflow, with one table of many made."""
+
+        def __init__(self, tracking_uri: str) -> None:
+            with sqlite3.connect(tracking_uri.removeprefix("sqlite:///")) as database:
+                database.execute("create table _alembic_tmp_latest_metrics (key text)")
+
+        def search_experiments(self, max_results: int) -> None:
+            assert [path.suffix for path in directory.iterdir()] == [".tmp"]
+            raise OSError("interrupted")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("mlflow.MlflowClient", Interrupted)
+        with pytest.raises(OSError, match="interrupted"):
+            make_database(uri)
+    assert list(directory.iterdir()) == []
+    make_database(uri)
+    made = directory / "mlflow.db"
+    assert list(directory.glob("*.db*")) == [made] and list(directory.glob(".*")) == []
+    with sqlite3.connect(made) as database:
+        assert list(database.execute("select name from experiments")) == [("Default",)]
+    before = made.stat().st_ino
+    make_database(uri)
+    assert made.stat().st_ino == before
 
 
 def test_a_server_that_is_down_is_named(tmp_path: Path) -> None:
