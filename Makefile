@@ -15,17 +15,19 @@ ASKED := $(shell cat pyproject.toml $(wildcard $(LOCK)) | cksum | cut -d ' ' -f 
 RUN_STAMP := $(VENV)/.headway-$(ASKED)
 DEV_STAMP := $(VENV)/.headway-dev-$(ASKED)
 SET ?=
-# Tests of deadlines have the machine to themselves.
-ONE_BY_ONE := $(addprefix tests/,contract/test_cluster.py contract/test_services.py chaos pipeline/test_stops.py)
-SIDE_BY_SIDE := tests/architecture tests/unit \
-	$(filter-out $(ONE_BY_ONE),$(wildcard tests/contract/test_*.py tests/pipeline/test_*.py))
+# Tests of deadlines have at most one other beside them. The longest files come first.
+DEADLINES := $(addprefix tests/,pipeline/test_stops.py contract/test_cluster.py contract/test_services.py chaos)
+OTHERS := $(filter-out $(DEADLINES),$(wildcard tests/pipeline/test_*.py tests/contract/test_*.py)) \
+	tests/architecture tests/unit
+PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu'
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dev quickstart test test-all lint bench lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
-	@echo 'make test         install, then the tests (at most ten minutes on two cores)'
+	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
 	@echo 'make test-all     the slow ones too'
 	@echo 'make lint         ruff, import-linter, pyright'
 	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
@@ -40,10 +42,10 @@ quickstart: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 ifdef PYTEST_ARGS
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 else
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ONE_BY_ONE)
+	$(PYTEST) -n 3 $(BY_FILE) $(OTHERS)
+	$(PYTEST) -n 2 $(BY_FILE) $(DEADLINES)
 endif
 
 test-all: $(DEV_STAMP)

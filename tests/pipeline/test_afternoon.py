@@ -19,6 +19,8 @@ from rl_core.checkpoint import newest_whole
 from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import read_groups
 from rl_core.records import recorded_steps
+from tasks.exporting import export_run
+from tasks.measurement import measure, of_run, open_subject
 from tests.runs import Home
 
 STEPS = 3
@@ -109,13 +111,29 @@ def places(home: Home, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     for train in trained.values():
         assert train.wait(180) == 0, (train.out, train.err)
         assert (train.json["status"], train.json["steps"], train.err) == ("completed", STEPS, "")
-    measured = {name: home.start("validate", name, "--json", cwd=place) for name, place in places.items()}
-    exported = [home.start("export", name, "--out", "out", "--json", cwd=place) for name, place in places.items()]
-    for command in (*measured.values(), *exported):
+    verl_place = places["verl"]
+    validate = home.start("validate", "verl", "--json", cwd=verl_place)
+    export = home.start("export", "verl", "--out", "out", "--json", cwd=verl_place)
+    for name in ("trl", "reasoning_gym"):  # what these commands call, without two more programs to start
+        measure_and_export(home, name, places[name])
+    for command in (validate, export):
         assert command.wait(120) == 0, command.err
-    for name, place in places.items():
-        (place / "measured.json").write_text(json.dumps(measured[name].json))
+    (verl_place / "measured.json").write_text(json.dumps(validate.json))
     return places
+
+
+def measure_and_export(home: Home, name: str, place: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HEADWAY_HOME", str(home.path))
+        patched.chdir(place)
+        subject = of_run(name, None, {})
+        measuring = open_subject(subject)
+        try:
+            report, _ = measure(subject, measuring, lambda scored, total: None)
+        finally:
+            measuring.close()
+        export_run(name, "out", step=None, best=False, by=None, dtype="float32")
+    (place / "measured.json").write_text(json.dumps(report))
 
 
 def words(settings: list[str]) -> list[str]:

@@ -68,6 +68,7 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
     key = f"stopped-{name.lower()}"
     command = home.train(key, "total_steps=2000", "validation.every=1000")
     command.wait_for_tracking()
+    a_second_start_is_refused_and_disturbs_nothing(home, command)
     os.killpg(command.process.pid, number)  # as a terminal does: to the whole foreground group
     begun = time.monotonic()
     assert command.wait(30) == code, (command.out, command.err)
@@ -80,6 +81,13 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
     assert f"--run-key {key}" in said[1]
     flows, runs = states(home, key)
     assert (flows, runs) == (["CANCELLED"], ["KILLED"])
+
+
+def a_second_start_is_refused_and_disturbs_nothing(home: Home, first: Command) -> None:
+    second = home.train(first.run.root.name, "total_steps=2000", "validation.every=1000")
+    assert second.wait(60) == 2
+    assert f"the run is alive, owned by pid {first.process.pid}" in second.err
+    first.wait_for_step(recorded_steps(first.run)[-1] + 3)  # it goes on, its services are still there
 
 
 def break_step(command: Command) -> str:
@@ -123,17 +131,4 @@ def test_an_exception_ends_the_run_failed_with_its_first_cause(home: Home, where
     flows, runs = states(home, key)
     assert (flows, runs) == (["FAILED"], ["FAILED"])
     assert home.call("status", key, "--json").json["cause"].startswith(cause)
-    assert wait_until_gone(home, 10) == {}
-
-
-def test_a_run_that_is_alive_is_not_started_twice(home: Home) -> None:
-    first = home.train("alive", "total_steps=2000", "validation.every=1000")
-    first.wait_for_step(1)
-    second = home.train("alive", "total_steps=2000", "validation.every=1000")
-    assert second.wait(60) == 2
-    assert f"the run is alive, owned by pid {first.process.pid}" in second.err
-    recorded = recorded_steps(first.run)[-1]
-    first.wait_for_step(recorded + 3)  # the first one goes on, its services are still there
-    os.kill(first.process.pid, signal.SIGTERM)
-    assert first.wait(30) == 143
     assert wait_until_gone(home, 10) == {}
