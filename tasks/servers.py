@@ -143,6 +143,9 @@ def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
         # In memory, a restart of the server crashes every limited run at its next lease renewal.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        # By default each event of a task run is a transaction of its own: a tenth of a core where steps are short.
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "50",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
         "PREFECT__SERVER_FINAL": "1",
     }
 

@@ -45,8 +45,10 @@ from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup, first_step
 
 SERVICES_STOP_S = 5.0
+ROLLOUT_NICE = 5
+"""Where processors are short, a training step goes before what rollout workers do ahead of it, which is bounded."""
 VALIDATION_NICE = 10
-"""Validation takes the processor time that training leaves."""
+"""Validation takes the processor time that training and rollout leave."""
 
 
 class Session:
@@ -328,9 +330,10 @@ def _learner_specs(session: Session, meeting: Path) -> list[cluster.ActorSpec]:
 
 def _worker_specs(session: Session) -> list[cluster.ActorSpec]:
     engine = session.config.rollout.engine
-    return [_spec(session, "rollout", rank, "rl_core.rollout.worker:open_worker", engine.threads,
-                  _gpus(engine), name=f"rollout-{rank}", attempt=session.attempt, cwd=os.getcwd())
-            for rank in range(session.config.rollout.workers)]
+    specs = [_spec(session, "rollout", rank, "rl_core.rollout.worker:open_worker", engine.threads,
+                   _gpus(engine), name=f"rollout-{rank}", attempt=session.attempt, cwd=os.getcwd())
+             for rank in range(session.config.rollout.workers)]
+    return [replace(spec, nice=ROLLOUT_NICE) for spec in specs]
 
 
 def _validator_spec(session: Session) -> cluster.ActorSpec:

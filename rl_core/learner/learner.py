@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
 import threading
 import time
 from collections.abc import Generator
@@ -29,7 +30,7 @@ from torch import Tensor
 from rl_core.checkpoint import CheckpointState, newest_whole, sweep_aside, write_checkpoint
 from rl_core.config import Config
 from rl_core.env_digest import environment
-from rl_core.errors import WeightsDamaged
+from rl_core.errors import BrokenFile, WeightsDamaged
 from rl_core.experience.ledger import claim_digest, claimed_steps, read_claim
 from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
 from rl_core.learner import batch as stages
@@ -76,6 +77,14 @@ class Scheduled:
     step: int
     digest: str
     tensors: dict[str, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A claim and this rank's rows of it, which lie in buffers that are reused when the step is over."""
+
+    claim: Claim
+    rows: ClaimRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +135,8 @@ class Learner:
         self._ranks = Ranks(rank=rank, ranks=ranks, rendezvous=rendezvous, device=device,
                             deadline_s=config.deadlines.collective_s, barrier_s=config.deadlines.step_s)
         self._lock = threading.Condition(threading.Lock())
-        self._staging = Staging()
+        self._stagings: queue.SimpleQueue[Staging] = queue.SimpleQueue()
+        """Those that no step has in use: one is read into while another one is trained from."""
         self._versions: dict[int, WeightVersion] = {}
         self._first_mismatch: dict[int, float] = {}
         self._ledger = IntervalLedger()
@@ -171,6 +181,8 @@ class Learner:
         step trains nothing and returns None. Raises ValueError if `step` is not the next one, FileNotFoundError
         without a claim, StaleAttempt, ClaimedShardCorrupt, EngineMismatch, NonFiniteTraining.
         """
+        staging = self._free_staging()
+        ahead = self._read_ahead(step, staging)
         with self._owned(attempt):
             if step > self._next >= 0:  # sent ahead of the step before it: that one's turn comes first
                 self._lock.wait_for(lambda: self._next in (step, -1), timeout=TURN_S)
@@ -179,12 +191,13 @@ class Learner:
             self._busy_since = time.monotonic()
             try:
                 with self._ledger.during("busy"):
-                    return self._train(step)
+                    return self._train(step, staging, ahead)
             except BaseException:
                 self._next = -1  # the update may be half in the state: only `restore` makes it usable again
                 raise
             finally:
                 self._busy_since = None
+                self._stagings.put(staging)
                 self._lock.notify_all()
 
     def publish_current(self, attempt: int | None = None) -> WeightVersion | None:
@@ -231,11 +244,34 @@ class Learner:
 
     # -- one step
 
-    def _train(self, step: int) -> StepRecord | None:
+    def _free_staging(self) -> Staging:
+        try:
+            return self._stagings.get_nowait()
+        except queue.Empty:
+            return Staging()
+
+    def _read_ahead(self, step: int, staging: Staging) -> Read | None:
+        """The claim of a step that was sent ahead, read while the one before it trains; None where none does.
+
+        What is wrong with it is raised when its turn comes.
+        """
+        if self._busy_since is None or step <= self._next:
+            return None
+        try:
+            return self._read(step, dict(self._versions), staging)
+        except (BrokenFile, OSError):
+            return None
+
+    def _read(self, step: int, versions: dict[int, WeightVersion], staging: Staging) -> Read:
+        claim = read_claim(self._run, step)
+        return Read(claim, read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
+                                           versions=learn_versions(self._run, versions), staging=staging))
+
+    def _train(self, step: int, staging: Staging, ahead: Read | None) -> StepRecord | None:
         begin = time.monotonic()
         replayed = self._run.record(step).exists()
         voided = self._run.void(step).exists()
-        trained = None if voided else self._compute(step)
+        trained = None if voided else self._compute(step, staging, ahead)
         before_publication = time.monotonic()
         after = self._after(step, write=not replayed)
         self._next = step + 1
@@ -258,19 +294,19 @@ class Learner:
     def fold(self, until: int) -> str:
         """Digest of the weights behind steps 0 .. until - 1, from the initial model, writing nothing."""
         torch.set_num_threads(self._config.learner.threads)  # sums of another number of threads have other bits
-        self._state, self._next = TrainState(self._run.model, self._config, self._ranks), 0
+        self._state, self._next, staging = TrainState(self._run.model, self._config, self._ranks), 0, Staging()
         for step in range(until):
             if not self._run.void(step).exists():
-                self._compute(step)
+                self._compute(step, staging)
         return digest_tensors(self._weights().items())
 
-    def _compute(self, step: int) -> Trained:
-        """Read the claim and update the state with it. Writes nothing: state is the fold of this over the claims."""
+    def _compute(self, step: int, staging: Staging, ahead: Read | None = None) -> Trained:
+        """Read the claim, unless it was read ahead, and update the state with it. Writes nothing: state is the fold of
+        this over the claims."""
         state, begin = self._loaded(), time.monotonic()
-        claim = read_claim(self._run, step)
+        taken = ahead or self._read(step, self._versions, staging)
+        claim, rows = taken.claim, taken.rows
         config = self._config_of(claim.revision)
-        rows = read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
-                               versions=learn_versions(self._run, self._versions), staging=self._staging)
         read = time.monotonic()
         batch = stages.assemble(rows)
         facts = self._stages(batch, claim, config, int(rows.idx_min_G.min(initial=claim.idx)))

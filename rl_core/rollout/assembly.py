@@ -5,6 +5,7 @@ Shape suffixes: `_L` tokens of one response, `_R` version runs of one response.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,22 +61,23 @@ def check_completion(completion: Completion, versions: Mapping[int, WeightVersio
     Raises SampleRefused: a sample without a version, or whose idx runs backwards, never lands (architecture.md 7).
     """
     length = len(completion.token_ids_L)
-    ends, values = completion.version_runs.end_R, completion.version_runs.version_R
+    ends, values = completion.version_runs.end_R.tolist(), completion.version_runs.version_R.tolist()
     if completion.finish_reason not in FINISH_CODES:
         raise SampleRefused(f"it ended as {completion.finish_reason!r}")
     if length == 0 or len(completion.logprobs_L) != length:
         raise SampleRefused(f"{length} tokens with {len(completion.logprobs_L)} log-probs")
-    if len(ends) == 0 or len(ends) != len(values) or ends[-1] != length or np.any(np.diff(ends, prepend=0) <= 0):
-        raise SampleRefused(f"tokens without a version: runs {values.tolist()} end at {ends.tolist()} of {length}")
-    unknown = [v for v in values.tolist() if v not in versions]
+    if not ends or len(ends) != len(values) or ends[-1] != length or any(b <= a for a, b in pairwise([0, *ends])):
+        raise SampleRefused(f"tokens without a version: runs {values} end at {ends} of {length}")
+    unknown = [v for v in values if v not in versions]
     if unknown:
         raise SampleRefused(f"sampled by versions {unknown}, which this engine was never told to serve")
-    idx_R = [versions[v].idx for v in values.tolist()]
+    idx_R = [versions[v].idx for v in values]
     if any(later < earlier for earlier, later in pairwise(idx_R)):
         raise SampleRefused(f"the publication index runs backwards: {idx_R}")
-    # A sampled token has a log-prob of at most 0; the smallest excess comes from rounding.
-    if not np.isfinite(completion.logprobs_L).all() or float(completion.logprobs_L.max()) > 1e-4:
-        raise SampleRefused(f"log-probs are not those of a distribution: largest {completion.logprobs_L.max()}")
+    # A sampled token has a log-prob of at most 0; the smallest excess comes from rounding. NaN passes no comparison.
+    smallest, largest = float(completion.logprobs_L.min()), float(completion.logprobs_L.max())
+    if not (smallest > -math.inf and largest <= 1e-4):
+        raise SampleRefused(f"log-probs are not those of a distribution: largest {largest}")
     return idx_R[0], idx_R[-1]
 
 

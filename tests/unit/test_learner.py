@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -367,6 +368,30 @@ def test_a_step_that_is_not_the_next_one_is_refused(tmp_path):
     learner = started(new_run(tmp_path, config, steps=2), config)
     with pytest.raises(ValueError, match=r"asked to train step 1, but the next step of its state is 0"):
         learner.train(1)
+
+
+def test_steps_that_are_sent_ahead_are_read_meanwhile_and_trained_in_their_order(tmp_path):
+    config = settings()
+    run = new_run(tmp_path, config, steps=5)
+    with ThreadPoolExecutor(5) as calls:
+        learner = started(run, config)
+        records = [call.result() for call in [calls.submit(learner.train, step) for step in range(5)]]
+    assert [record.step for record in records] == list(range(5))
+    assert [record.weights_digest for record in records] == [fold_claims(str(run.root), config, n) for n in range(1, 6)]
+
+
+def test_what_is_wrong_with_a_step_that_was_sent_ahead_is_told_at_its_turn(tmp_path):
+    config = settings()
+    run = new_run(tmp_path, config, steps=1)
+    writer = claim_groups(run, config, 1, random_groups(1))
+    [shard] = {run.shard(group.stream, group.seq) for group in writer.groups}
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    with ThreadPoolExecutor(2) as calls:
+        learner = started(run, config)
+        first, second = (calls.submit(learner.train, step) for step in range(2))
+        assert first.result() is not None
+        with pytest.raises(ClaimedShardCorrupt):
+            second.result()
 
 
 def test_a_learner_of_an_older_attempt_trains_and_publishes_nothing(tmp_path):
