@@ -23,12 +23,14 @@ PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu'
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev quickstart test test-all lint bench lock clean
+.PHONY: help venv dev quickstart test test-all chaos soak lint bench lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
 	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
 	@echo 'make test-all     the slow ones too'
+	@echo 'make chaos        kill every process at every moment, and the mutants: about 40 minutes on two cores'
+	@echo 'make soak         2,000 steps, watched for what grows (HEADWAY_SOAK_STEPS)'
 	@echo 'make lint         ruff, import-linter, pyright'
 	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
 	@echo 'make lock         write $(LOCK) from the virtual environment'
@@ -50,6 +52,14 @@ endif
 
 test-all: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
+
+# Everything of tests/chaos, one after the other, with what was hit: docs/chaos.md says what it proves.
+chaos: $(DEV_STAMP)
+	$(BIN)/python -m pytest -s -rA -m 'not gpu' $(addprefix tests/chaos/test_,mutants.py proofs.py store_kills.py full_stack.py) \
+		$(PYTEST_ARGS)
+
+soak: $(DEV_STAMP)
+	@$(BIN)/python tests/benchmarks/soak.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ OwnPreset = Annotated[str | None, typer.Option("--preset", help="A preset by nam
 Set = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override one setting; may be repeated.")]
 RunKey = Annotated[str | None, typer.Option("--run-key", help="Names the run; the same key resumes the same run.")]
 Amend = Annotated[bool, typer.Option("--amend", help="Change how the run of --run-key learns, from its next step on.")]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="End the process that owns the run now, then go on.")]
 Json = Annotated[bool, typer.Option("--json", help="The last line on stdout is one JSON object.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the logs of Prefect, Ray and MLflow.")]
 Key = Annotated[str, typer.Argument(metavar="RUN_KEY", help="Key of the run.")]
@@ -29,11 +30,36 @@ Key = Annotated[str, typer.Argument(metavar="RUN_KEY", help="Key of the run.")]
 
 @app.command()
 def train(preset: OwnPreset = None, set_: Set = [], run_key: RunKey = None, amend: Amend = False,  # noqa: B006
-          json_: Json = False, verbose: Verbose = False) -> None:
+          take_over: TakeOver = False, json_: Json = False, verbose: Verbose = False) -> None:
     """Train a run to its end; with the key of a run that was stopped, go on with it."""
     from flows.launch import launch
 
-    raise typer.Exit(launch(preset, set_, run_key, as_json=json_, verbose=verbose, amend=amend))
+    raise typer.Exit(launch(preset, set_, run_key, as_json=json_, verbose=verbose, amend=amend, take_over=take_over))
+
+
+@app.command()
+def rerun(run_key: Key,
+          from_step: Annotated[int | None, typer.Option("--from-step", min=0, metavar="N", help="Fork: a new run "
+                                                        "RUN_KEY~1 from this training step on.")] = None,
+          set_: Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Of a fork: override one setting; may "
+                                                                                 "be repeated.")] = [],  # noqa: B006
+          take_over: TakeOver = False, json_: Json = False, verbose: Verbose = False) -> None:
+    """Finish a run that failed or was stopped: what is recorded is not done again, what is claimed is trained as it is.
+    """
+    from flows.launch import rerun as again
+
+    raise typer.Exit(again(run_key, from_step=from_step, overrides=set_, as_json=json_, verbose=verbose,
+                           take_over=take_over))
+
+
+@app.command()
+def rollout(groups: Annotated[int, typer.Option("--groups", min=1, metavar="N", help="Groups that shall wait.")],
+            preset: OwnPreset = None, set_: Set = [], run_key: RunKey = None,  # noqa: B006
+            json_: Json = False, verbose: Verbose = False) -> None:
+    """Generate and score answers without training, until N groups wait in the run; a later train takes them."""
+    from flows.launch import roll_out
+
+    raise typer.Exit(roll_out(preset, set_, run_key, groups=groups, as_json=json_, verbose=verbose))
 
 
 @app.command()
@@ -62,6 +88,17 @@ def audit(run_key: Key, json_: Json = False) -> None:
 
 
 @app.command()
+def doctor(run_key: Annotated[str | None, typer.Argument(metavar="RUN_KEY", help="Key of one run; else all.")] = None,
+           fix: Annotated[bool, typer.Option("--fix", help="End what a dead owner left, and tell Prefect and MLflow; "
+                                                           "nothing of a live owner.")] = False,
+           json_: Json = False) -> None:
+    """What runs, what waits for what, what was left behind, disk room, databases; exit code 1 if something is wrong."""
+    from flows.doctoring import show_diagnosis
+
+    raise typer.Exit(show_diagnosis(run_key, fix=fix, as_json=json_))
+
+
+@app.command()
 def inspect(run_key: Key,
             step: Annotated[int | None, typer.Option("--step", min=0, help="Training step, from 0; else the newest "
                                                                            "one with a claim.")] = None,
@@ -76,6 +113,41 @@ def inspect(run_key: Key,
     from flows.looking import show_answers
 
     raise typer.Exit(show_answers(run_key, step=step, group=group, best=best, worst=worst, as_json=json_))
+
+
+@app.command()
+def replay(run_key: Key,
+           step: Annotated[list[int] | None, typer.Option("--step", min=0, metavar="N", help="Training step, from 0; "
+                                                          "may be repeated.")] = None,
+           steps: Annotated[list[str] | None, typer.Option(
+               "--steps", metavar="A:B", help="Steps A to B - 1; may be repeated.")] = None,
+           against: Annotated[str, typer.Option("--against", help="What to compare with: recorded.")] = "recorded",
+           listed: Annotated[bool, typer.Option("--list", help="Which steps can be replayed, from which checkpoint, "
+                                                               "and why the others cannot.")] = False,
+           set_: Annotated[list[str], typer.Option(
+               "--set", metavar="A.B=C", help="Show what the step would have been with another training setting; may "
+                                              "be repeated.")] = [],  # noqa: B006
+           json_: Json = False) -> None:
+    """Train recorded steps again, offline, and compare; exit code 1 if one is not what was recorded. Writes nothing."""
+    from flows.replaying import replay_run
+
+    raise typer.Exit(replay_run(run_key, steps=step or [], ranges=steps or [], against=against, listed=listed,
+                                overrides=set_, as_json=json_))
+
+
+@app.command()
+def explain(run_key: Key,
+            policy: Annotated[str | None, typer.Option("--policy", help="keep, mask, drop or wait; else the run's "
+                                                                        "own.")] = None,
+            bound: Annotated[str | None, typer.Option("--bound", metavar="ETA", help="Publications; else the run's "
+                                                                                     "own.")] = None,
+            hard_max: Annotated[int | None, typer.Option("--hard-max", min=0, metavar="M", help="Oldest age that keep "
+                                                         "and wait train; else what follows from --bound.")] = None,
+            json_: Json = False) -> None:
+    """What another staleness policy would have trained and thrown away of the groups that have landed."""
+    from flows.explaining import explain_policy
+
+    raise typer.Exit(explain_policy(run_key, policy=policy, bound=bound, hard_max=hard_max, as_json=json_))
 
 
 @app.command()

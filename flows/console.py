@@ -46,6 +46,8 @@ class View:
     """A long part of the start, done and total: `("warming up", 120, 250)`."""
     note: str | None = None
     """What it waits for, or what is wrong and does not stop it."""
+    stall: str | None = None
+    """Who waits on whom, new each minute of a wait that lasts."""
 
 
 def view_of(status: Mapping[str, Any]) -> View:
@@ -58,7 +60,7 @@ def view_of(status: Mapping[str, Any]) -> View:
         step=status.get("step", 0), total=status.get("total_steps", 0), accuracy=status.get("accuracy"),
         accuracy_start=status.get("accuracy_start"), part=part,
         metrics={name: math.nan if value is None else value for name, value in status.get("metrics", {}).items()},
-        note=status.get("trouble") or status.get("note"))
+        note=status.get("trouble") or status.get("stall") or status.get("note"), stall=status.get("stall"))
 
 
 class Pace:
@@ -100,6 +102,7 @@ class Console:
         self._stages_said = 0
         self._said: tuple[int, str] | None = None
         self._said_at = -math.inf
+        self._stall_said: str | None = None
         self._live: Live | None = None
 
     def line(self, text: str) -> None:
@@ -125,6 +128,9 @@ class Console:
         if view.state == "training":
             self._pace.saw(now, view.step)
         self._say_stages(view)
+        if view.stall is not None and view.stall != self._stall_said:
+            self.line(f"  {view.stall}")
+        self._stall_said = view.stall
         left_s = self._pace.left_s(now, view.total)
         if self._is_live:
             self._draw(view, left_s)

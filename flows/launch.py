@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -29,8 +29,9 @@ from rl_core.plan import describe, make_plan, parse_overrides, resolve
 if TYPE_CHECKING:
     from tasks.preparation import Prepared
 
-REFUSED, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
-"""Exit codes; 0 is completed. REFUSED: nothing was started."""
+REFUSED, FAILED, INTERRUPTED, TERMINATED, OUT_OF_TIME = 2, 1, 130, 143, 124
+"""Exit codes; 0 is completed. REFUSED: nothing was started. OUT_OF_TIME: max_wall_time, as timeout(1) has it."""
+STOPPED_BY = {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED, "max_wall_time": OUT_OF_TIME}
 USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFile)
 LOOK_EVERY_S = 0.25
 QUIET = {
@@ -53,24 +54,45 @@ class Terminated(BaseException):
 
 
 def launch(preset: str | None, overrides: Sequence[str], run_key: str | None, *, as_json: bool, verbose: bool,
-           amend: bool = False) -> int:
-    """Run `headway train`; returns its exit code. `preset` None: the stored settings of the run, if there is one."""
-    console = Console()
-    console.line(f"headway {version('headway')}: train {preset or run_key or DEFAULT}")
+           amend: bool = False, take_over: bool = False) -> int:
+    """Run `headway train`; returns its exit code. `preset` None: the stored settings of the run, if there is one.
+    `take_over` ends a live owner of the run first."""
+    start = _Start(Console(), preset, as_json, verbose, amend, take_over=take_over)
+    return _told(start, f"train {preset or run_key or DEFAULT}", lambda: _launch(start, overrides, run_key))
+
+
+def roll_out(preset: str | None, overrides: Sequence[str], run_key: str | None, *, groups: int, as_json: bool,
+             verbose: bool) -> int:
+    """Run `headway rollout`; returns its exit code. As `launch`, without training."""
+    start = _Start(Console(), preset, as_json, verbose, verb="rollout", groups=groups)
+    return _told(start, f"rollout {preset or run_key or DEFAULT}", lambda: _launch(start, overrides, run_key))
+
+
+def rerun(run_key: str, *, from_step: int | None, overrides: Sequence[str], as_json: bool, verbose: bool,
+          take_over: bool = False) -> int:
+    """Run `headway rerun`; returns its exit code. The run goes on by its stored settings, by the path of every start;
+    with `from_step` a fork of it does, a run of its own, with the overrides from that step on."""
+    start = _Start(Console(), None, as_json, verbose, verb="rerun", take_over=take_over)
+    words = run_key if from_step is None else f"{run_key} from step {from_step}"
+    return _told(start, f"rerun {words}", lambda: _launch_again(start, run_key, from_step, overrides))
+
+
+def _told(start: _Start, what: str, begin: Callable[[], int]) -> int:
+    """Begin, and say what kept the run from its own end. Returns the exit code."""
+    start.console.line(f"headway {version('headway')}: {what}")
     signal.signal(signal.SIGTERM, _terminated)
-    start = _Start(console, preset, as_json, verbose, amend)
-    code = _told(start, overrides, run_key)
+    code = _guarded(start, begin)
     if start.prefect_away:  # at exit Prefect would try for minutes to send its last events
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
-def _told(start: _Start, overrides: Sequence[str], run_key: str | None) -> int:
-    """Launch, and say what kept the run from its own end. Returns the exit code."""
+def _guarded(start: _Start, begin: Callable[[], int]) -> int:
+    """Begin; whatever keeps a start from its own end is told on the screen, and in the exit code."""
     console = start.console
     try:
-        return _launch(start, overrides, run_key)
+        return begin()
     except USERS_TO_MEND as error:
         return _refused(console, str(error))
     except (DeadPart, OSError) as error:
@@ -92,6 +114,11 @@ class _Start:
     as_json: bool
     verbose: bool
     amend: bool = False
+    verb: str = "train"
+    groups: int | None = None
+    """Of a start that trains nothing: groups that shall wait."""
+    take_over: bool = False
+    """A live owner of the run is ended first."""
     begun: float = field(default_factory=time.monotonic)
     run_key: str | None = None
     """None until the plan stands."""
@@ -123,9 +150,7 @@ def _said(start: _Start, lines: Sequence[str], status: str, code: int, wall_s: f
 
 def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int:
     console = start.console
-    if not start.verbose:
-        os.environ.setdefault("HEADWAY_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))  # the person's word on it
-        os.environ.update(QUIET)
+    _hush(start)
     with stage(console, "plan"):
         changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend)
         start.run_key = prepared.run_key
@@ -134,6 +159,8 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
     from tasks.preparation import check_free
 
     run = run_dir(start.run_key)
+    if start.take_over and _taken_over(start, run_key):
+        changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend)  # it had gone on
     if start.amend and not prepared.amends:
         console.line(f"  nothing to amend: no training setting differs from those of run {start.run_key}")
     if is_completed(run) and not prepared.amends:
@@ -160,6 +187,45 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
         console.close()
         if ours:
             services.stop(where)
+
+
+def _launch_again(start: _Start, run_key: str, from_step: int | None, overrides: Sequence[str]) -> int:
+    """Go on with a run that exists, or with a fork of it that is made first. Raises ConfigError where there is none."""
+    if from_step is None and overrides:
+        raise ConfigError("--set: a rerun goes on with the stored settings; add --from-step N for a fork with other "
+                          f"ones, or amend the run: headway train --run-key {run_key} --amend")
+    from tasks.inspection import open_run
+    from tasks.paths import run_dir
+
+    open_run(run_dir(run_key), run_key)
+    if from_step is None:
+        return _launch(start, (), run_key)
+    _hush(start)
+    from tasks.forking import make_fork
+
+    with stage(start.console, "fork"):
+        made = make_fork(run_key, from_step, parse_overrides(overrides))
+    start.console.line(f"  {made.key}: from {run_key}, checkpoint {made.checkpoint}, steps {made.checkpoint} to "
+                       f"{from_step - 1} replayed" if made.checkpoint < from_step else
+                       f"  {made.key}: from {run_key}, step {from_step}")
+    return _launch(start, (), made.key)
+
+
+def _taken_over(start: _Start, run_key: str | None) -> bool:
+    """End the live owner of the run, if there is one. Raises RunIsAlive, DeadlinePassed, ConfigError without a key."""
+    if run_key is None:
+        raise ConfigError("--take-over: say which run, by --run-key")
+    from tasks.paths import run_dir
+    from tasks.takeover import take_over
+
+    return take_over(run_dir(run_key), say=lambda text: start.console.line(f"  {text}")) is not None
+
+
+def _hush(start: _Start) -> None:
+    """Before anything heavy is imported: unless the person wants to hear them, the others say nothing."""
+    if not start.verbose:
+        os.environ.setdefault("HEADWAY_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))  # the person's word on it
+        os.environ.update(QUIET)
 
 
 def _tracked(start: _Start, config: Config, result: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +298,7 @@ def _run_flow(start: _Start, status: Path, changes: dict[str, Any]) -> _Flow:
 
     try:
         state: Any = train(preset=start.preset, overrides=changes, run_key=start.run_key, amend=start.amend,
-                           return_state=True)
+                           groups=start.groups, return_state=True)
         ended = state.result(raise_on_failure=False)
         return _Flow(state.type.value, ended, ended if isinstance(ended, BaseException) else None)
     except Exception as error:  # whatever Prefect's engine raises without its server
@@ -279,13 +345,14 @@ def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -
         if flow.name.lower() != "completed":
             start.console.line(f"  Prefect could not be told that the run completed: {_brief(cause)}")
         return _completed(start, {"summary": flow.summary, **result}, str(run.figures))
-    resume = shlex.join(["headway", "train", "--run-key", start.run_key, *_same_command()])
+    again = [start.run_key] if start.verb == "rerun" else ["--run-key", start.run_key, *_same_command()]
+    resume = shlex.join(["headway", start.verb, *again])
     wall_s = result.get("wall_s")
     if "cancelled" in (status, flow.name.lower()):
         name = result.get("signal", "SIGINT")
         lines = stopped_lines(run_key=start.run_key, signal=name, step=steps_done(run), total=config.total_steps,
                               resume=resume)
-        return _said(start, lines, "cancelled", TERMINATED if name == "SIGTERM" else INTERRUPTED, wall_s)
+        return _said(start, lines, "cancelled", STOPPED_BY[name], wall_s)
     text = f"{result['error']}: {result['message']}" if status == "failed" else _brief(cause)
     lines = failed_lines(run_key=start.run_key, cause=text, logs=str(run.logs), resume=resume)
     return _said(start, lines, "failed", FAILED, wall_s)
@@ -297,12 +364,12 @@ def _brief(error: BaseException | None) -> str:
 
 
 def _same_command() -> list[str]:
-    """The options of this command but the run key and `--json`, to be given again."""
+    """The options of this command but the run key, `--json` and `--take-over`, to be given again."""
     words, skip = [], False
     for word in sys.argv[2:]:
         if skip or word == "--run-key":
             skip = not skip
-        elif word != "--json" and not word.startswith("--run-key="):
+        elif word not in ("--json", "--take-over") and not word.startswith("--run-key="):
             words.append(word)
     return words
 
@@ -310,7 +377,9 @@ def _same_command() -> list[str]:
 def _completed(start: _Start, result: dict[str, Any], figures: str) -> int:
     console, summary, ended = start.console, result["summary"], result.get("ended")
     console.lines(summary_lines(summary))
-    if "ended" in result and ended is None:
+    if (groups := result.get("gathered")) is not None:
+        console.line(f"  {groups} groups wait to be trained: headway train --run-key {summary['run_key']}")
+    elif "ended" in result and ended is None:
         console.line("  validation.only: this start trained nothing; the same command without it goes on")
     elif ended is not None and ended["reason"] == "data":
         console.line(f"  the data ended after {ended['step']} steps; {ended['left_over']} groups are left over, "

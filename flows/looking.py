@@ -67,8 +67,8 @@ def _audit_lines(report: dict[str, Any]) -> list[str]:
     epoch, position = report["frontier"]
     lines = [f"{report['run_key']}: {report['claims']} claims, {report['recorded']} records, {report['shards']} "
              f"shards; prompts up to position {position} of dataset epoch {epoch}"]
-    for what in ("positions", "rows"):
-        counts = {state: n for state, n in report[what].items() if n}
+    for what, key in (("positions", "positions"), ("rows", "rows"), ("shards", "shard_states")):
+        counts = {state: n for state, n in report[key].items() if n}
         listed = ", ".join(f"{n} {state}" for state, n in counts.items())
         lines.append(f"{what:<10}{sum(counts.values()):>8}  {listed}")
     if report["holds"]:

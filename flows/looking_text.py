@@ -19,6 +19,8 @@ def status_lines(report: Mapping[str, Any]) -> list[str]:
             ("steps", f"{report['steps']} of {report['total_steps']}")]
     rows += [("revision", f"{one['revision']}, {amendment_text(one['from_step'], one['changed'])}")
              for one in report["amendments"][-1:]]
+    if (origin := report["forked_from"]) is not None:
+        rows.append(("forked from", f"{origin['run_key']}, step {origin['step']}"))
     rows += [("accuracy", _accuracy(report))] if report["accuracy"] is not None else []
     rows += [("reward", text) for text in [_reward(report)] if text]
     if len(report["by_source"]) > 1:
@@ -53,7 +55,8 @@ def _reward(report: Mapping[str, Any]) -> str:
 
 LINES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("length", (("rollout/length_mean", "{:.1f}"), ("rollout/length_p95", "p95 {:.0f}"),
-                ("rollout/length_right", "right {:.1f}"), ("rollout/length_wrong", "wrong {:.1f}"),
+                ("rollout/length_right", "right {:.1f}"), ("rollout/right_length_p95", "p95 {:.0f}"),
+                ("rollout/length_wrong", "wrong {:.1f}"), ("rollout/wrong_length_p95", "p95 {:.0f}"),
                 ("rollout/truncated", "truncated {:.1%}"))),
     ("learning", (("train/policy_loss", "loss {:.4g}"), ("train/entropy", "entropy {:.3g}"),
                   ("train/clip_low", "clipped low {:.2%}"), ("train/clip_high", "high {:.2%}"),

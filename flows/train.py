@@ -28,13 +28,14 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from flows.presets import DEFAULT, base_of
+from rl_core.errors import WallTimeReached
 from rl_core.plan import make_plan, resolve
 from tasks import signals
 from tasks.checkpoint import checkpoint, checkpoint_due
 from tasks.paths import new_run_key
 from tasks.report import publish_report
-from tasks.rollout import continuous_rollout
-from tasks.session import Session, open_session, set_up
+from tasks.rollout import continuous_rollout, gather
+from tasks.session import MAX_WALL_TIME, Session, open_session, set_up
 from tasks.training import train_step
 from tasks.validation import (
     validate_beside,
@@ -52,23 +53,27 @@ def _flow_run_name() -> str:
 
 @flow(name="train", flow_run_name=_flow_run_name, log_prints=False, retries=0)
 def train(preset: str | None = None, overrides: dict[str, Any] | None = None, run_key: str | None = None,
-          amend: bool = False) -> dict[str, Any] | State[Any]:
+          amend: bool = False, groups: int | None = None) -> dict[str, Any] | State[Any]:
     """Train one run to its end and return its summary.
 
     preset: a name of deployments/presets, or the path of a YAML file. None: the stored settings of the run, or
     `tiny-cpu` for a new one.
     overrides: settings on top of it, `{"learner": {"lr": 1e-4}}`.
-    run_key: names the run and its directory; the same key resumes the same run. None makes a new one.
+    run_key: names the run and its directory; the same key resumes the same run. None makes one from the id of the
+    flow run, so that a retry of the flow run goes on with its run.
     amend: training settings that differ from the run's hold from its next step on; else they are refused.
+    groups: no training: answers are generated until so many groups wait to be trained. None: training.
     """
     name, settings = base_of(preset, run_key)
     config = resolve(settings, overrides or {})
     make_plan(config)  # the command has done this and more; a flow that Prefect starts has not
-    session = open_session(name, config, run_key or new_run_key(name), amend=amend)
+    session = open_session(name, config, run_key or new_run_key(name, flow_run.get_id()), amend=amend, groups=groups)
     with signals.noted():
         try:
             set_up(session)
-            if config.validation.only:
+            if groups is not None:
+                gather(session)
+            elif config.validation.only:
                 validate_newest(session)
             else:
                 train_steps(session)
@@ -77,6 +82,8 @@ def train(preset: str | None = None, overrides: dict[str, Any] | None = None, ru
             # Whatever is raised after a signal comes of it: code that a signal meets may turn it into an error.
             if isinstance(error, KeyboardInterrupt | TerminationSignal) or signals.received() is not None:
                 return Cancelled(message=session.cancelled(signals.received() or "SIGINT"))
+            if isinstance(error, WallTimeReached):
+                return Cancelled(message=session.cancelled(MAX_WALL_TIME))
             session.failed(error)
             raise
         finally:
@@ -92,6 +99,7 @@ def train_steps(session: Session) -> None:
         if validation_due(session, done):
             validate_beside(session, done)
         for step in session.remaining_steps:
+            session.check_time()
             session.ended = train_step(session, step)
             if session.ended is not None:
                 break

@@ -13,7 +13,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rl_core.correctness import RIGHT, is_known_everywhere, known_correctness
-from rl_core.estimates import Estimate, Vote, mean_at_n, mean_maj_at_n, mean_pass_at_k, over_prompts
+from rl_core.estimates import (
+    Estimate,
+    Vote,
+    mean_at_n,
+    mean_maj_at_k,
+    mean_maj_at_n,
+    mean_pass_at_k,
+    over_prompts,
+)
 from rl_core.types import Prompt, Score
 
 Mode = Literal["greedy", "sampled"]
@@ -75,7 +83,8 @@ def mean_reward(answers: Sequence[Answer]) -> float | None:
 def fields_of(answers: Sequence[Answer], passes: Sequence[int]) -> dict[str, Any]:
     """What a record says of these answers: n (prompts), then the fields of each mode that was asked for.
 
-    `passes`: the k of pass@k. Shares and intervals `[lo, hi]` are None where nothing is known (docs/validation.md 1).
+    `passes`: the k of pass@k and maj@k. Shares and intervals `[lo, hi]` are None where nothing is known
+    (docs/validation.md 1).
     """
     judged = list(zip(answers, correctness(answers), strict=True))
     greedy = [(answer, correct) for answer, correct in judged if answer.mode == "greedy"]
@@ -112,15 +121,18 @@ def _estimates(sampled: Sequence[Judged], passes: Sequence[int]) -> dict[str, An
         if correct is not None and answer.score is not None:
             known.setdefault(answer.prompt, []).append(correct)
             votes.setdefault(answer.prompt, []).append((answer.score.extracted, correct))
-    groups = list(known.values())
-    mean, majority = mean_at_n(groups), mean_maj_at_n(list(votes.values()))
+    groups, polls = list(known.values()), list(votes.values())
+    mean, majority = mean_at_n(groups), mean_maj_at_n(polls)
     rights = [[correct > RIGHT for correct in group] for group in groups]
     passed = {str(k): mean_pass_at_k(rights, k) for k in passes}
+    voted = {str(k): mean_maj_at_k(polls, k) for k in passes}
     return {
         "mean_at_n": _value(mean), "mean_at_n_interval": _interval(mean),
         "pass_at_k": {k: _value(each) for k, each in passed.items()},
         "pass_at_k_interval": {k: _interval(each) for k, each in passed.items()},
         "maj_at_n": _value(majority), "maj_at_n_interval": _interval(majority),
+        "maj_at_k": {k: _value(each) for k, each in voted.items()},
+        "maj_at_k_interval": {k: _interval(each) for k, each in voted.items()},
     }
 
 

@@ -14,11 +14,12 @@ from rl_core.run_dir import RunDir, numbered, read_json
 
 OF_GREEDY = ("greedy_accuracy", "greedy_reward")
 OF_SAMPLED = ("sampled_accuracy", "sampled_reward", "mean_at_n", "maj_at_n")
-PASS = "pass_at_k"
+BY_K = ("pass_at_k", "maj_at_k")
 """By k: `pass_at_k.4`. With the others, the fields of a record, and of each source in it, of which more is better."""
 BY_SOURCE = "by_source"
-FIELD = re.compile(rf"(?:{BY_SOURCE}\..+\.)?(?:({'|'.join(OF_GREEDY)})|({'|'.join(OF_SAMPLED)}|{PASS}\.\d+))")
-WORDS = ", ".join([*OF_GREEDY, *OF_SAMPLED, f"{PASS}.K", f"{BY_SOURCE}.NAME.<one of them>"])
+FIELD = re.compile(rf"(?:{BY_SOURCE}\..+\.)?(?:({'|'.join(OF_GREEDY)})|"
+                   rf"({'|'.join(OF_SAMPLED)}|(?:{'|'.join(BY_K)})\.(\d+)))")
+WORDS = ", ".join([*OF_GREEDY, *OF_SAMPLED, *(f"{name}.K" for name in BY_K), f"{BY_SOURCE}.NAME.<one of them>"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,11 @@ def check_best(config: Config) -> None:
     if of_sampled is not None and not validation.sampled:
         raise ConfigError("checkpoint.best: comes of sampled answers, and validation.sampled is false; set that to "
                           f"true, or take greedy_accuracy (got {name!r})")
-    if of_sampled is not None and of_sampled.startswith(PASS) and \
-            int(of_sampled.removeprefix(f"{PASS}.")) not in validation.passes:
-        raise ConfigError(f"checkpoint.best: a validation has pass@k for k = {', '.join(map(str, validation.passes))} "
-                          f"(validation.n, validation.k); use one of these (got {name!r})")
+    k = found.group(3)
+    if k is not None and int(k) not in validation.passes:
+        raise ConfigError("checkpoint.best: a validation has pass@k and maj@k for k = "
+                          f"{', '.join(map(str, validation.passes))} (validation.n, validation.k); use one of these "
+                          f"(got {name!r})")
 
 
 def value_of(record: Mapping[str, Any], field: str) -> float | None:
@@ -85,7 +87,7 @@ def known_fields(run: RunDir) -> list[str]:
         newest = read_json(path)
     places = [("", newest)] + [(f"{BY_SOURCE}.{name}.", part) for name, part in _parts(newest.get(BY_SOURCE)).items()]
     names = [prefix + name for prefix, part in places
-             for name in (*OF_GREEDY, *OF_SAMPLED, *(f"{PASS}.{k}" for k in _parts(part.get(PASS))))]
+             for name in (*OF_GREEDY, *OF_SAMPLED, *(f"{name}.{k}" for name in BY_K for k in _parts(part.get(name))))]
     return [name for name in names if value_of(newest, name) is not None]
 
 

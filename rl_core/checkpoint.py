@@ -22,7 +22,9 @@ from torch import Tensor
 
 from rl_core.best import best_by_field, known_fields
 from rl_core.config import CheckpointConfig
-from rl_core.errors import BrokenFile, CheckpointDamaged, WeightsDamaged
+from rl_core.errors import BrokenFile, CheckpointDamaged, ShardRetired, WeightsDamaged
+from rl_core.experience.ledger import read_claim, retired_below
+from rl_core.experience.reader import ensure_not_retired
 from rl_core.model_setup import model_digests
 from rl_core.run_dir import RunDir, check_attempt, fsync_dir, numbered, put_if_absent, read_json, to_json
 from rl_core.versions import pinned_versions, read_version
@@ -155,6 +157,15 @@ def read_checkpoint(run: RunDir, n: int) -> Checkpoint:
         raise CheckpointDamaged(f"{directory}: {error}") from error
 
 
+def read_checkpoint_state(run: RunDir, n: int) -> CheckpointState:
+    """What checkpoint n holds beside tensors, once all its files match the manifest. Raises CheckpointDamaged."""
+    manifest = _ensure_whole(run.checkpoint(n))
+    try:
+        return CheckpointState(**{field.name: manifest[field.name] for field in fields(CheckpointState)})
+    except KeyError as error:
+        raise CheckpointDamaged(f"{run.checkpoint(n)}: {error}") from error
+
+
 def read_parameters(run: RunDir, n: int) -> tuple[CheckpointState, dict[str, Tensor]]:
     """State and parameters of checkpoint n, without its optimizer, checked by the digest of the weights.
 
@@ -180,8 +191,9 @@ def checkpoints(run: RunDir) -> list[int]:
 def newest_whole(run: RunDir) -> Checkpoint | None:
     """The newest checkpoint that is whole; None where the initial model, which counts as checkpoint 0, comes next.
 
-    No shard is ever retired, so a run replays from any of them; what is passed over is a warning in the log. Raises
-    CheckpointDamaged if there are some, none is whole, and the initial model is not what the run began with either.
+    What is passed over is a warning in the log. Raises CheckpointDamaged if there are some, none is whole, and the
+    initial model is not what the run began with either; ShardRetired if only one is whole whose next steps cannot be
+    trained again, since retention has removed their shards on account of the damaged ones.
     """
     damage: list[str] = []
     for n in reversed(checkpoints(run)):
@@ -190,12 +202,26 @@ def newest_whole(run: RunDir) -> Checkpoint | None:
         except CheckpointDamaged as error:
             damage.append(str(error))
             continue
+        _ensure_replayable(run, n, damage)
         _warn_of(damage, f"checkpoint {n}")
         return found
     if damage:
+        _ensure_replayable(run, 0, damage)
         _ensure_initial_model(run, damage[0])
         _warn_of(damage, "the initial model, training every recorded step again")
     return None
+
+
+def _ensure_replayable(run: RunDir, n: int, damage: list[str]) -> None:
+    """Raises ShardRetired where a recorded step behind checkpoint n has lost its shards to retention."""
+    for step in range(n, retired_below(run)):
+        if run.void(step).exists() or not run.claim(step).exists():
+            continue
+        try:
+            ensure_not_retired(run, read_claim(run, step))
+        except ShardRetired as error:
+            raise ShardRetired(f"{run.checkpoint(n)}: the steps behind it cannot be trained again ({error}), and the "
+                               f"checkpoints after it are damaged ({'; '.join(damage) or 'or gone'})") from error
 
 
 def _warn_of(damage: list[str], instead: str) -> None:
@@ -205,14 +231,18 @@ def _warn_of(damage: list[str], instead: str) -> None:
 
 def _ensure_initial_model(run: RunDir, damage: str) -> None:
     """Raises CheckpointDamaged where the initial model's files are not those that the first start found."""
+    if changed := initial_model_damage(run):
+        raise CheckpointDamaged(f"{run.checkpoints}: no checkpoint is whole (the newest: {damage}), and {changed}")
+
+
+def initial_model_damage(run: RunDir) -> str:
+    """What keeps the initial model from being checkpoint 0; empty where nothing does."""
     try:
         stored: dict[str, str] = read_json(run.inputs)["digests"]
     except FileNotFoundError:
-        return  # a run that no set-up has made: whatever loads is all that there is
+        return ""  # a run that no set-up has made: whatever loads is all that there is
     changed = [name for name, digest in model_digests(run.model).items() if stored.get(name, digest) != digest]
-    if changed:
-        raise CheckpointDamaged(f"{run.checkpoints}: no checkpoint is whole (the newest: {damage}), and {run.model} is "
-                                f"not what the run began with ({', '.join(changed)} differ)")
+    return f"{run.model} is not what the run began with ({', '.join(changed)} differ)" if changed else ""
 
 
 def at_or_before(made: list[int], step: int) -> int | None:

@@ -248,8 +248,8 @@ class ValidationConfig(Part):
     every: int = operational(20, "Training steps between validations; also before the first step and at the end.", ge=1)
     sampled: bool = operational(True, "Beside greedy answers, n sampled answers per prompt.")
     n: int = operational(1, "Sampled answers per prompt.", ge=1, le=1024)
-    k: tuple[Annotated[int, Field(ge=1)], ...] = operational((), "The k of pass@k, each at most n; empty = powers of "
-                                                             "two up to n.")
+    k: tuple[Annotated[int, Field(ge=1)], ...] = operational((), "The k of pass@k and maj@k, each at most n; empty = "
+                                                             "powers of two up to n.")
     temperature: float | None = operational(None, "Temperature of sampled answers; null = the run's.", gt=0)
     top_p: float | None = operational(None, "Nucleus share of sampled answers; null = the run's.", gt=0, le=1)
     top_k: int | None = operational(None, "Most likely tokens kept for sampled answers; null = the run's.", ge=0)
@@ -260,7 +260,7 @@ class ValidationConfig(Part):
 
     @property
     def passes(self) -> tuple[int, ...]:
-        """The k of pass@k, ascending: those of `k`, or 1, 2, 4 ... up to n."""
+        """The k of pass@k and maj@k, ascending: those of `k`, or 1, 2, 4 ... up to n."""
         return tuple(sorted(set(self.k))) or tuple(2**i for i in range(self.n.bit_length()))
 
     @property
@@ -272,6 +272,9 @@ class ValidationConfig(Part):
 class CheckpointConfig(Part):
     every: int = operational(20, "Training steps between checkpoints; one is always made at the end.", ge=1)
     keep: int = operational(2, "Newest checkpoints kept.", ge=1)
+    on_stop_after: int | None = operational(5, "Ctrl-C, SIGTERM and `max_wall_time` write a checkpoint when the newest "
+                                            "is older than this many steps and it fits into the time left; null = "
+                                            "never.", ge=0)
     keep_every: int | None = operational(None, "Checkpoints after a multiple of this many steps are kept, too.", ge=1)
     best: str | None = operational("greedy_accuracy", "Field of a validation's record; the checkpoint at or before its "
                                    "largest value is kept, too. null = none.")
@@ -286,6 +289,18 @@ class StorageConfig(Part):
     bytes_quota: int = operational(4 * 2**30, "Bytes that the run directory may hold.", ge=1)
     fsync: bool = operational(True, "fsync on landing and claims; false survives kill -9 but not a power loss.")
     shard_groups: int = operational(64, "Most groups in one shard.", ge=1, le=64)
+
+
+class RetentionConfig(Part):
+    """Which steps can be trained again later (experience-store.md 3.11)."""
+
+    replay: Literal["all", "window"] = operational(
+        "all", "Steps whose shards stay: all, as long as storage.bytes_quota holds them, or those behind the oldest of "
+               "the newest checkpoint.keep checkpoints.")
+    snapshot_every: int = operational(256, "Training steps between snapshots of the ledger, which a start reads in "
+                                           "place of the claims before them.", ge=1)
+    archive: str | None = operational(None, "Directory that retired shards are copied to, as Parquet, before they are "
+                                            "removed; null = none.", min_length=1)
 
 
 class FailureConfig(Part):
@@ -346,9 +361,13 @@ class Config(Part):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     storage: StorageConfig = StorageConfig()
+    retention: RetentionConfig = RetentionConfig()
     failure: FailureConfig = FailureConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     tracking: TrackingConfig = TrackingConfig()
+    max_wall_time: float | None = operational(
+        None, "Seconds from a start until it ends itself, resumable: before a step that would not end in time, a "
+        "checkpoint behind it; exit code 124. null = no limit.", gt=0)
     isolated: bool = operational(False, "Ignore ambient Prefect profiles, MLflow URIs and RAY_ADDRESS "
                                         "(`*-cpu` presets).")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -55,11 +56,23 @@ def environment(config: Config, ranks: int) -> dict[str, str]:
         "mkl": str(backends.mkl.is_available()), "onednn": str(backends.mkldnn.is_available()),
         "blas": _blas(), "cpu": cpu_model(), "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()), "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "dtype": learner.dtype, "attention": "packed sdpa", "ranks": str(ranks), "device": device,
+        "dtype": learner.dtype, "engine_dtype": config.rollout.engine.dtype, "attention": "packed sdpa",
+        "ranks": str(ranks), "device": device,
         "token_budget": str(learner.token_budget), "logits_chunk": str(learner.logits_chunk), "commit": source_commit(),
     }
     text = "\n".join(f"{name}={fields[name]}" for name in sorted(fields))
     return {"env_digest": xxhash.xxh3_128_hexdigest(text.encode()), **fields}
+
+
+def as_recorded(config: Config, recorded: Mapping[str, str]) -> Config:
+    """The settings with the threads, dtypes and budgets of a recorded environment; the rest is as it is here."""
+    learner, engine = config.learner, config.rollout.engine
+    same = {"threads": int(recorded.get("threads", learner.threads)), "dtype": recorded.get("dtype", learner.dtype),
+            "token_budget": int(recorded.get("token_budget", learner.token_budget)),
+            "logits_chunk": int(recorded.get("logits_chunk", learner.logits_chunk))}
+    engine = engine.model_copy(update={"dtype": recorded.get("engine_dtype", engine.dtype)})
+    return config.model_copy(update={"learner": learner.model_copy(update=same),
+                                     "rollout": config.rollout.model_copy(update={"engine": engine})})
 
 
 def differing_fields(before: dict[str, str], now: dict[str, str]) -> dict[str, tuple[str, str]]:

@@ -36,12 +36,20 @@ class ClaimedShardCorrupt(BrokenFile):
     """A shard that rotted after its claim was written: its rows are never training data."""
 
 
+class ShardRetired(BrokenFile):
+    """A shard that retention has removed: the step that claimed it cannot be trained again here."""
+
+
 class CheckpointDamaged(BrokenFile):
     """A checkpoint without a whole manifest, or whose digests do not match its files."""
 
 
 class WeightsDamaged(BrokenFile):
     """The bytes of a weight version that are absent or do not match the digest of its manifest."""
+
+
+class ReplayUnavailable(Exception):
+    """A step that cannot be trained again: the message names each such step, and what is absent or damaged."""
 
 
 class FormatTooNew(BrokenFile):
@@ -64,6 +72,10 @@ class LearnerDead(DeadPart):
     """A learner rank is gone: the group is restored from the newest whole checkpoint."""
 
 
+class CollectiveFailed(LearnerDead):
+    """A collective among learner ranks ended without one of them: it left, or did not come in time."""
+
+
 class DeadlinePassed(DeadPart):
     """A wait reached its deadline. The message says what was waited for and for how long."""
 
@@ -78,6 +90,14 @@ class RunIsAlive(Exception):
 
 class RunEnded(Exception):
     """A run that ends with a named cause."""
+
+
+class WallTimeReached(RunEnded):
+    """`max_wall_time` is over, or the next step would not fit into it: the run ends in order, and can go on."""
+
+
+class ForkDiverged(RunEnded):
+    """The steps before a fork, replayed, gave other weights than were recorded."""
 
 
 class DiskQuotaTooSmall(RunEnded):

@@ -1,4 +1,4 @@
-"""Estimates from answers to held-out prompts, each with its interval: pure functions, nothing random.
+"""Estimates from answers to held-out prompts, each with its interval: functions of the answers alone.
 
 Formulas and sources: docs/validation.md 2.
 
@@ -11,11 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.seeds import derive
 
 Z95 = NormalDist().inv_cdf(0.975)
 """1.96: a standard normal variable is within it with probability 0.95."""
+
+MOST_EXACT = 64
+"""Votes of one prompt up to which maj@k is counted exactly, in at most 10 ms."""
+DRAWS = 1000
+"""Draws of k votes above that: a standard error of at most 0.016 a prompt, which averages out over prompts."""
 
 Vote = tuple[str | None, float]
 """The answer as extracted from a text, and how right it is. None: nothing could be extracted, which is no vote."""
@@ -97,7 +106,9 @@ def mean_pass_at_k(answers: Sequence[Sequence[bool]], k: int) -> Estimate | None
 
 
 def maj_at_k(votes: Sequence[Vote], k: int) -> float | None:
-    """How right the most frequent of k answers is: the mean over all ways to draw k of the n votes, exactly.
+    """How right the most frequent of k answers is: the mean over all ways to draw k of the n votes.
+
+    Exact for n <= MOST_EXACT, and for k = n; else the mean over DRAWS random ones, a function of the votes.
 
     Answers that are tied for the most votes share: the value is their mean, which is what a fair draw among them gives
     on average. A vote of None counts as drawn and is for nobody; where nobody has a vote, the value is 0. An extracted
@@ -108,45 +119,75 @@ def maj_at_k(votes: Sequence[Vote], k: int) -> float | None:
     `maj_at_k([("7", 1), ("7", 1), ("9", 0)], 3)` -> 1.0; with k = 2: of 3 pairs one is tied at 1/2 in each of two
     -> (1 + 0.5 + 0.5) / 3.
     """
-    if not 1 <= k <= len(votes):
-        raise ValueError(f"maj@k needs 1 <= k <= n (got n={len(votes)}, k={k})")
+    n = len(votes)
+    if not 1 <= k <= n:
+        raise ValueError(f"maj@k needs 1 <= k <= n (got n={n}, k={k})")
     worth: dict[str, list[float]] = {}
     for extracted, right in votes:
         if extracted is not None:
             worth.setdefault(extracted, []).append(right)
     if not worth:
         return None
-    counts = [len(each) for each in worth.values()]
-    means = [math.fsum(each) / len(each) for each in worth.values()]
-    if k == len(votes):
-        first = [mean for mean, count in zip(means, counts, strict=True) if count == max(counts)]
+    answers = sorted(((len(each), math.fsum(each) / len(each)) for each in worth.values()), reverse=True)
+    counts, means = [count for count, _ in answers], [mean for _, mean in answers]
+    if k == n:
+        first = [mean for mean, count in zip(means, counts, strict=True) if count == counts[0]]
         return math.fsum(first) / len(first)
-    silent = len(votes) - sum(counts)
-    draws = math.comb(len(votes), k)
-    return math.fsum(mean * float(_wins(counts, i, silent, k) / draws) for i, mean in enumerate(means))
+    found = _over_all_draws(counts, means, n, k) if n <= MOST_EXACT else _over_some_draws(counts, means, n, k)
+    return min(max(found, min(0.0, *means)), max(0.0, *means))  # whatever the rounding
 
 
-def _wins(counts: Sequence[int], i: int, silent: int, k: int) -> Fraction:
-    """Draws of k votes that answer i wins, a tie of t answers counted 1/t."""
-    total = Fraction(0)
-    for mine in range(1, min(counts[i], k) + 1):
-        ways = {(0, 1): 1}  # by (votes of the others so far, answers with as many votes as i)
-        for j, count in enumerate(counts):
-            if j != i:
-                ways = _choose(ways, count, mine, k - mine)
-        fill = {(votes, tied): n * math.comb(silent, k - mine - votes) for (votes, tied), n in ways.items()}
-        total += math.comb(counts[i], mine) * sum(Fraction(n, tied) for (_, tied), n in fill.items())
-    return total
+def _over_all_draws(counts: Sequence[int], means: Sequence[float], n: int, k: int) -> float:
+    """maj@k over all draws of k of n votes. `counts`: votes of each answer, the most first; the rest is for nobody."""
+    most, second, silent = counts[0], counts[1] if len(counts) > 1 else 0, n - sum(counts)
+    alone = sum(math.comb(most, top) * math.comb(n - most, k - top) for top in range(second + 1, min(most, k) + 1))
+    parts = [means[0] * float(alone)]  # with more votes than any other answer has
+    fill = np.array([math.comb(silent, k - given) for given in range(k + 1)], np.float64)
+    for top in range(1, min(second, k) + 1):
+        share = 1 / np.arange(1, k // top + 1)
+        parts.append(float(fill @ _won_with(counts, means, top, k)[:, 1:] @ share))
+    return math.fsum(parts) / math.comb(n, k)
 
 
-def _choose(ways: dict[tuple[int, int], int], count: int, at_most: int, left: int) -> dict[tuple[int, int], int]:
-    """Give one more answer 0 to `at_most` votes in every way; at most `left` votes are given in all."""
-    out: dict[tuple[int, int], int] = {}
-    for (votes, tied), n in ways.items():
-        for more in range(min(count, at_most, left - votes) + 1):
-            key = (votes + more, tied + (more == at_most))
-            out[key] = out.get(key, 0) + n * math.comb(count, more)
-    return out
+def _won_with(counts: Sequence[int], means: Sequence[float], top: int, k: int) -> NDArray[np.float64]:
+    """Draws in which no answer has over `top` votes, each weighted by how right those with `top` are together.
+
+    [votes that were given, 0 to k; answers with `top` of them, 0 to k // top]. The draws are counted answer by answer.
+    """
+    ways = np.zeros((k + 1, k // top + 1))
+    ways[0, 0] = 1.0
+    right = np.zeros_like(ways)
+    for count, mean in zip(counts, means, strict=True):
+        more_ways, more_right = np.zeros_like(ways), np.zeros_like(ways)
+        for votes in range(min(count, top - 1) + 1):
+            n = float(math.comb(count, votes))
+            more_ways[votes:] += n * ways[:k + 1 - votes]
+            more_right[votes:] += n * right[:k + 1 - votes]
+        if count >= top:
+            n = float(math.comb(count, top))
+            more_ways[top:, 1:] += n * ways[:k + 1 - top, :-1]
+            more_right[top:, 1:] += n * (right[:k + 1 - top, :-1] + mean * ways[:k + 1 - top, :-1])
+        ways, right = more_ways, more_right
+    return right
+
+
+def _over_some_draws(counts: Sequence[int], means: Sequence[float], n: int, k: int) -> float:
+    """maj@k over DRAWS draws of k of n votes, without replacement; the same ones for the same counts."""
+    rng = np.random.default_rng(derive("maj@k", k, n, *counts))
+    drawn = rng.multivariate_hypergeometric([*counts, n - sum(counts)], k, size=DRAWS, method="marginals")[:, :-1]
+    top = drawn.max(axis=1, keepdims=True)
+    tied = (drawn == top) & (top > 0)
+    return float((tied @ np.array(means) / np.maximum(1, tied.sum(axis=1))).mean())
+
+
+def mean_maj_at_k(votes: Sequence[Sequence[Vote]], k: int) -> Estimate | None:
+    """maj@k averaged over the prompts with at least k votes; None where none has, or nothing was extracted of any.
+
+    A prompt of which nothing was extracted counts 0. `mean_maj_at_k([[("7", 1), ("9", 0)], [("7", 1), ("7", 1)]], 2)`
+    -> 0.75.
+    """
+    asked = [each for each in votes if len(each) >= k]
+    return _majorities([maj_at_k(each, k) for each in asked], sum(len(each) // k for each in asked))
 
 
 def mean_maj_at_n(votes: Sequence[Sequence[Vote]]) -> Estimate | None:
@@ -154,8 +195,9 @@ def mean_maj_at_n(votes: Sequence[Sequence[Vote]]) -> Estimate | None:
 
     A prompt without votes is left out; one of which nothing was extracted counts 0.
     """
-    asked = [each for each in votes if each]
-    values = [maj_at_k(each, len(each)) for each in asked]
-    if all(value is None for value in values):
-        return None
-    return over_prompts([value or 0.0 for value in values], len(values))
+    values = [maj_at_k(each, len(each)) for each in votes if each]
+    return _majorities(values, len(values))
+
+
+def _majorities(values: Sequence[float | None], most: int) -> Estimate | None:
+    return None if all(value is None for value in values) else over_prompts([value or 0.0 for value in values], most)

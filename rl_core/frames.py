@@ -12,8 +12,9 @@ A run may go on meanwhile, and may be broken: a file that is absent or cannot be
 answers where none was right. Columns are `pd.ArrowDtype`; no Python object is made for a token or an answer, except by
 `text=True`.
 
-The commands and the summary read the same layers without pandas, which takes a while to import: steps and validations
-from history.py, groups from landed_groups.py, answers from landed_answers.py.
+`headway status`, `headway inspect` and the summary are made of these frames. pandas is imported by the first frame, not
+with this module. The layer below: steps and validations from history.py, groups from landed_groups.py, answers from
+landed_answers.py.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import pyarrow as pa
 
 from rl_core.estimates import Estimate
 from rl_core.experience.ledger import voided_steps
-from rl_core.gaps import Gaps, found
-from rl_core.history import read_history, read_validations
-from rl_core.landed_answers import answer_table
-from rl_core.landed_groups import TIME, group_table
+from rl_core.gaps import Gaps, found, merged
+from rl_core.group_facts import read_group_facts
+from rl_core.history import read_history, read_steps, read_validations
+from rl_core.landed_answers import answer_table, answers_of
+from rl_core.landed_groups import GROUP_SCHEMA, TIME, group_table
 from rl_core.run_dir import RunDir, numbered, read_json
-from rl_core.summary import LAST_STEPS, RunNumbers, difference, run_numbers
+from rl_core.run_numbers import LAST_STEPS, RunNumbers, difference, run_numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,12 +81,13 @@ def _other_steps(run: RunDir, trained: set[int], gaps: Gaps, *, since: int) -> d
             for step in sorted((recorded | claimed | set(void)) - trained) if step >= since}
 
 
-def sources(run: Run) -> pd.DataFrame:
+def sources(run: Run, *, last: int | None = None) -> pd.DataFrame:
     """What each step trained on by data source, one row each: `step` (int64), `data_source` (string), `n` answers
-    (int64), `reward_mean`, `correct` (share), `length_mean` (tokens; double)."""
+    (int64), `reward_mean`, `correct` (share), `length_mean` (tokens; double). Of the `last` recorded steps only, where
+    given."""
     run, gaps = _run(run), Gaps()
     rows = [{"step": record.step, "data_source": source, **{name: _known(x) for name, x in values.items()}}
-            for record in read_history(run, gaps=gaps).records for source, values in record.by_source.items()]
+            for record in read_steps(run, last=last, gaps=gaps) for source, values in record.by_source.items()]
     schema = pa.schema([("step", pa.int64()), ("data_source", pa.string()), ("n", pa.int64()),
                         ("reward_mean", pa.float64()), ("correct", pa.float64()), ("length_mean", pa.float64())])
     return _frame(pa.Table.from_pylist(rows, schema=schema), gaps)
@@ -100,34 +103,43 @@ def groups(run: Run) -> pd.DataFrame:
     return _frame(group_table(_run(run), gaps), gaps)
 
 
-def trajectories(run: Run, step: int | None = None, *, tokens: bool = False, text: bool = False) -> pd.DataFrame:
+def trajectories(run: Run, step: int | None = None, *, of: pd.DataFrame | None = None, tokens: bool = False,
+                 text: bool = False) -> pd.DataFrame:
     """One row per landed answer, or per answer that `step` trains on, in training order; docs/frames.md section 3.
 
+    of: some rows of `groups(run)`, whose answers are read alone, in order of (stream, seq, row).
     tokens: lists of token ids, log-probs (nats), loss mask and version ends too; mapped from the shards, not copied.
     text: `prompt` and `text`, decoded by the run's tokenizer; a Python object each.
-    Raises FileNotFoundError for a step without a claim.
+    Raises FileNotFoundError for a step without a claim, ValueError for a step and groups at once.
     """
+    if step is not None and of is not None:
+        raise ValueError(f"trajectories: of a step or of groups, not of both (got step {step} and {len(of)} groups)")
     run, gaps = _run(run), Gaps()
-    table = answer_table(run, step, tokens=tokens or text, gaps=gaps)
+    if of is None:
+        table = answer_table(run, step, tokens=tokens or text, gaps=gaps)
+    else:
+        groups = _table(of).select(GROUP_SCHEMA.names).cast(GROUP_SCHEMA)
+        table = answers_of(run, groups, tokens=tokens or text, gaps=gaps)
+    answers = _frame(table, gaps)
     if text:
-        table = with_text(table, run)
-    if text and not tokens:
-        table = table.select([name for name in table.column_names if name not in TOKEN_COLUMNS])
-    return _frame(table, gaps)
+        answers = with_text(answers, run)
+    return answers.drop(columns=list(TOKEN_COLUMNS)) if text and not tokens else answers
 
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids", "behavior_logprobs", "loss_mask", "ver_run_end")
 
 
-def with_text(table: pa.Table, run: RunDir) -> pa.Table:
-    """The answers of `answer_table(tokens=True)` with `prompt` and `text` as the run's tokenizer reads them."""
-    from rl_core.rollout.prompts import load_tokenizer
+def with_text(answers: pd.DataFrame, run: Run) -> pd.DataFrame:
+    """Some rows of `trajectories(run, tokens=True)` with `prompt` and `text` as the run's tokenizer reads them."""
+    texts: dict[str, list[str]] = {"prompt": [], "text": []}
+    if len(answers):
+        from rl_core.rollout.prompts import load_tokenizer
 
-    tokenizer = load_tokenizer(run.model)
-    for name, ids in (("prompt", "prompt_ids"), ("text", "response_ids")):
-        texts = [str(tokenizer.decode(each, skip_special_tokens=True)) for each in table.column(ids).to_pylist()]
-        table = table.append_column(name, pa.array(texts, pa.string()))
-    return table
+        tokenizer, table = load_tokenizer(_run(run).model), _table(answers)
+        for name, ids in (("prompt", "prompt_ids"), ("text", "response_ids")):
+            texts[name] = [str(tokenizer.decode(each, skip_special_tokens=True))
+                           for each in table.column(ids).to_pylist()]
+    return answers.assign(**{name: _series(pa.array(each, pa.string()), answers) for name, each in texts.items()})
 
 
 def validations(run: Run) -> pd.DataFrame:
@@ -188,7 +200,10 @@ def compare(runs: Sequence[Run], *, last: int = LAST_STEPS) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     gaps, first = Gaps(), None
     for run in map(_run, runs):
-        of = run_numbers(run, last=last, gaps=gaps)
+        facts = read_group_facts(run, outcomes=False, gaps=gaps)
+        its_steps, its_validations = steps(run), validations(run)
+        of = run_numbers(its_steps, its_validations, facts, last=last)
+        gaps = merged(gaps, its_steps.attrs["gaps"], its_validations.attrs["gaps"])
         first = first or of
         rows.append({"run": run.root.name, **_compared(of, first)})
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("run", "steps", "best_step")))
@@ -235,6 +250,21 @@ def _known(value: float | None) -> float | None:
 
 def _doubles(values: Any) -> pa.Array:
     return pa.array(np.asarray(values, np.float64), pa.float64(), from_pandas=True)  # NaN becomes null
+
+
+def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as Python values by column, None for null; without the index."""
+    return _table(frame).to_pylist()
+
+
+def _table(frame: pd.DataFrame) -> pa.Table:
+    return pa.Table.from_pandas(frame, preserve_index=False)
+
+
+def _series(values: pa.Array, beside: pd.DataFrame) -> Any:
+    import pandas as pd
+
+    return pd.Series(pd.arrays.ArrowExtensionArray(values), index=beside.index)
 
 
 def _frame(table: pa.Table, gaps: Gaps, *, index: str | None = None) -> pd.DataFrame:

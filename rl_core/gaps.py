@@ -12,6 +12,11 @@ Gaps = list[str]
 """What is missing, a line each. Functions that take `gaps: Gaps | None` raise where it is None."""
 
 
+def merged(*gaps: Gaps) -> Gaps:
+    """Each gap once, in order."""
+    return list(dict.fromkeys(gap for each in gaps for gap in each))
+
+
 def found(read: Callable[[], T], what: str, gaps: Gaps | None) -> T | None:
     """What `read()` returns; with `gaps`, None for a file that is absent or cannot be trusted, which is noted there.
 

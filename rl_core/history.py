@@ -1,14 +1,13 @@
-"""A run's steps and validations as its directory tells them, as NumPy arrays: what the summary, the figures, the status
-and the frames are made of.
+"""A run's steps and validations as its directory tells them, as NumPy arrays: what the frames and the figures are made
+of.
 
 Everything here is derived and can be read while the run goes on. Shape suffixes: `_K` training steps with a record.
-Neither Arrow nor pandas is imported: `headway status` is asked for often.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -62,17 +61,23 @@ def read_history(run: RunDir, *, last: int | None = None, gaps: Gaps | None = No
     With `gaps`, a record or validation that cannot be read is left out and noted; else it raises. An observation that
     is absent is no gap: it is lost to people only.
     """
-    records: list[StepRecord] = []
-    for step in recorded_steps(run)[-last if last else None:]:
-        record = found(partial(read_record, run, step), str(run.record(step)), gaps)
-        records += [] if record is None else [record]
+    records = read_steps(run, last=last, gaps=gaps)
     seen = [record.metrics | _observed(run, record.step, gaps) for record in records]
     parts = sorted({name for metrics in seen for name in metrics if is_part(name)})
     columns = {name: np.array([metrics.get(name, math.nan) for metrics in seen], np.float64)
                for name in (*names("learner"), *names("owner"), *parts)}
     return History(step_K=np.array([record.step for record in records], np.int64),
                    time_K=np.array([record.ts_us / 1e6 for record in records], np.float64), metrics=columns,
-                   validations=read_validations(run, gaps=gaps), records=tuple(records))
+                   validations=read_validations(run, gaps=gaps), records=records)
+
+
+def read_steps(run: RunDir, *, last: int | None = None, gaps: Gaps | None = None) -> tuple[StepRecord, ...]:
+    """The records of `read_history` alone."""
+    records: list[StepRecord] = []
+    for step in recorded_steps(run)[-last if last else None:]:
+        record = found(partial(read_record, run, step), str(run.record(step)), gaps)
+        records += [] if record is None else [record]
+    return tuple(records)
 
 
 def _observed(run: RunDir, step: int, gaps: Gaps | None) -> dict[str, float]:
@@ -96,13 +101,15 @@ def _validation(record: Mapping[str, Any]) -> Validation:
         value = record.get(name)
         return math.nan if value is None else float(value)
 
-    share, n = number("greedy_accuracy"), number("n")
     interval = cast(list[float] | None, record.get("greedy_interval"))
+    return Validation(step=int(record["step"]), record=record, mean_length=number("mean_length"),
+                      greedy=greedy_estimate(number("greedy_accuracy"), number("n"), interval),
+                      sampled_accuracy=number("sampled_accuracy"))
+
+
+def greedy_estimate(share: float, n: float, interval: Sequence[float] | None) -> Estimate:
+    """Greedy accuracy with the interval of the record, else Wilson's over its n prompts; NaN where neither is known."""
     if interval is not None:
-        greedy = Estimate(share, *interval)
-    elif 0.0 <= share <= 1.0 and n > 0:
-        greedy = wilson(share, n)
-    else:
-        greedy = Estimate(share, math.nan, math.nan)
-    return Validation(step=int(record["step"]), greedy=greedy, sampled_accuracy=number("sampled_accuracy"),
-                      mean_length=number("mean_length"), record=record)
+        lo, hi = interval
+        return Estimate(share, lo, hi)
+    return wilson(share, n) if 0.0 <= share <= 1.0 and n > 0 else Estimate(share, math.nan, math.nan)

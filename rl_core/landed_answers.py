@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rl_core.errors import ShardCorrupt
 from rl_core.experience.columns import digest_of_digests, fixed_values, list_values, nested_offsets, valid_bits
 from rl_core.experience.facts import members_of, starts_of
+from rl_core.experience.reader import ensure_not_retired, retired_shards
 from rl_core.experience.verify import digested_batch, shard_key
 from rl_core.gaps import Gaps, found
 from rl_core.group_facts import read_group_facts
@@ -85,9 +86,10 @@ def answers_of(run: RunDir, groups: pa.Table, batches: Mapping[tuple[str, int], 
 
 
 def _claimed_shards(run: RunDir, claim: Claim, gaps: Gaps | None) -> dict[tuple[str, int], pa.RecordBatch]:
-    """The shards of one claim whose digest is the claimed one."""
+    """The shards of one claim whose digest is the claimed one; that some are retired is one gap."""
     batches: dict[tuple[str, int], pa.RecordBatch] = {}
-    for key in sorted({(group.stream, group.seq) for group in claim.groups}):
+    found(partial(ensure_not_retired, run, claim), f"step {claim.step}", gaps)
+    for key in sorted({(group.stream, group.seq) for group in claim.groups} - retired_shards(run, claim)):
         batch = found(partial(_claimed, run.shard(*key), claim.shard_digests.get(shard_key(*key))),
                       str(run.shard(*key)), gaps)
         if batch is not None:

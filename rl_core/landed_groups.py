@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rl_core.errors import ShardCorrupt
 from rl_core.experience.columns import fixed_values, list_offsets, list_values, nested_offsets
 from rl_core.experience.discovery import SHARD_NAME, stream_names
+from rl_core.experience.ledger import read_retired
 from rl_core.experience.schema import schema_differs
 from rl_core.experience.verify import check_shapes, map_shard
 from rl_core.gaps import Gaps, found
@@ -57,10 +58,17 @@ class Shard:
 
 
 def read_shards(run: RunDir, gaps: Gaps | None = None) -> Iterator[Shard]:
-    """All shards in order of (stream, seq); what is no shard, or in quarantine, is a gap."""
+    """All shards in order of (stream, seq); what is no shard, or in quarantine, is a gap. Retired ones are one gap."""
+    gone = found(partial(read_retired, run), str(run.ledger()), gaps)
+    retired = gone.shards if gone is not None else frozenset[tuple[str, int]]()
+    if retired and gaps is not None:
+        gaps.append(f"{run.streams}: {len(retired)} shards are retired (retention.replay): of their groups only the "
+                    "ledger tells")
     for stream in stream_names(run.streams):
         listed = [int(hit.group(1)) for name in stream_names(run.stream(stream)) if (hit := SHARD_NAME.fullmatch(name))]
-        for seq in range(max(listed, default=-1) + 1):  # those of a stream have no gap
+        for seq in range(max(listed, default=-1) + 1):  # those of a stream have no gap but the retired ones
+            if (stream, seq) in retired:
+                continue
             if run.quarantined(stream, seq).exists():
                 if gaps is not None:
                     gaps.append(f"{run.shard(stream, seq)}: in quarantine")

@@ -186,7 +186,7 @@ class InputFacts:
     dropped_validation: int = 0
     """Held-out prompts that are left out."""
     warnings: tuple[str, ...] = ()
-    """What a person should know of the data and what refuses nothing."""
+    """What a person should know of the data and the reward, and what refuses nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +212,7 @@ class Plan:
     sources: int
     """Of data.train."""
     warnings: tuple[str, ...]
-    """Of the data: what refuses nothing, and a person should know."""
+    """Of data and reward: what refuses nothing, and a person should know."""
     group_bytes: int
     """Half the worst case."""
     reserve_bytes: int
@@ -282,12 +282,16 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     reserve = RESERVE_BYTES + 4 * checkpoints_at_once(config) * model_bytes + (config.weights.keep + 1) * model_bytes
     total = config.groups_per_step * config.total_steps
     kept = reserve + (facts.copied_bytes if facts else 0)
-    disk = kept + group_bytes * total + BYTES_PER_STEP * config.total_steps
-    if config.storage.bytes_quota < disk:  # no shard is retired while its run goes on: the quota holds them all
+    disk = kept + group_bytes * min(total, groups_at_once(config)) + BYTES_PER_STEP * config.total_steps
+    if config.storage.bytes_quota < disk:
+        beside = f"bytes beside {kept} of model, checkpoints and versions"
         _refuse("storage.bytes_quota", config.storage.bytes_quota,
-                f"{config.total_steps} training steps land about {disk - kept} bytes beside {kept} of model, "
-                f"checkpoints and versions, and no shard is retired before the end of the run: use at least {disk}, or "
-                "fewer total_steps")
+                f"{config.total_steps} training steps land about {disk - kept} {beside}, and no shard is retired "
+                f"before the end of the run (retention.replay=all): use at least {disk}, or fewer total_steps, or "
+                "retention.replay=window" if config.retention.replay == "all" else
+                f"about {disk - kept} {beside} lie there at one time (retention.replay=window, checkpoint.every="
+                f"{config.checkpoint.every}, checkpoint.keep={config.checkpoint.keep}): use at least {disk}, or fewer "
+                "or more frequent checkpoints")
     if facts is not None:
         _check_inputs(config, facts)
         check_validation_inputs(config, rows=facts.validation_rows, longest=facts.longest_validation,
@@ -314,6 +318,15 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         memory_bytes=model_bytes * (4 * config.learner.ranks + config.rollout.workers + 1),
         gpus=gpus_by_role(config),
     )
+
+
+def groups_at_once(config: Config) -> int:
+    """Most groups in shards that are not retired: under `window` those of the steps since the oldest of the newest
+    `checkpoint.keep` checkpoints, until one more is there, and those that are ahead (experience-store.md 3.11)."""
+    steps = config.checkpoint.every * config.checkpoint.keep + 2  # one is trained, one is claimed, meanwhile
+    whole_run = config.retention.replay == "all" or steps >= config.total_steps
+    return config.groups_per_step * (config.total_steps if whole_run else steps) \
+        + (0 if whole_run else config.max_outstanding)
 
 
 def gpus_by_role(config: Config) -> dict[str, float]:

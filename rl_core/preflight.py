@@ -78,7 +78,7 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
     # Lengths are exact wherever the plan could refuse one.
     room = min(model.context, config.learner.token_budget) - config.sampling.max_new_tokens
     prompts = PromptSource(config, found.tokenizer, vocab_size=model.vocabulary, exact_above=room)
-    check_reward(config, rows=prompts)
+    of_reward = check_reward(config, rows=prompts)
     lengths, known, held_out = prompts.lengths, prompts.exact, prompts.held_out
     facts = InputFacts(rows=len(prompts), longest_prompt=int(lengths.max(initial=0)),
                        mean_prompt=float(lengths[known].mean()) if known.any() else 0.0,
@@ -86,7 +86,7 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
                        copied_bytes=found.copied_bytes,
                        longest_validation=max((len(prompt.token_ids_P) for prompt in held_out.prompts), default=0),
                        context=model.context, vocabulary=model.vocabulary, dropped=prompts.dropped,
-                       dropped_validation=held_out.kept.dropped, warnings=warnings_of(prompts, held_out))
+                       dropped_validation=held_out.kept.dropped, warnings=(*warnings_of(prompts, held_out), *of_reward))
     return Inputs(prompts=prompts, facts=facts)
 
 

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -295,6 +295,18 @@ class RunDir:
     def end(self, revision: int, consumer: str = "learner") -> Path:
         return self.ledger(consumer) / f"end-{revision:06d}.json"
 
+    def snapshot(self, step: int, consumer: str = "learner") -> Path:
+        """What the index needs of all claims below `step`; can be made again from them."""
+        return self.ledger(consumer) / f"snap-{step:09d}.arrow"
+
+    def retired(self, step: int, i: int, consumer: str = "learner") -> Path:
+        """Shards that no step from `step` on needs; they are removed once this file is there."""
+        return self.ledger(consumer) / f"retired-{step:09d}-{i:06d}.json"
+
+    def archived(self, archive: Path, stream: str, seq: int) -> Path:
+        """A retired shard of this run in an archive of many runs."""
+        return archive / self.root.name / stream / f"{seq:08d}.parquet"
+
     # -- what was done
     @property
     def records(self) -> Path:
@@ -333,6 +345,11 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def stalls(self) -> Path:
+        """Who waited on whom, a line each minute of a wait that lasted."""
+        return self.logs / "stalls.log"
 
     @property
     def figures(self) -> Path:
@@ -389,18 +406,69 @@ def boot_id() -> str:
         return "unknown"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """The process that holds owner.lock, as it wrote itself into it: what a pid means needs all of these."""
+
+    pid: int
+    started: int | None
+    """Clock ticks since boot; None where the system does not tell."""
+    host: str
+    place: str
+    """Boot of the machine, and pid namespace."""
+
+    @property
+    def here(self) -> bool:
+        """Whether its pid means the same process to us."""
+        return (self.host, self.place) == (socket.gethostname(), _place())
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def _place() -> str:
+    try:
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return boot_id()
+
+
+def _myself() -> Holder:
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        started = None
+    return Holder(pid=os.getpid(), started=started, host=socket.gethostname(), place=_place())
+
+
 def owner_is_alive(run: RunDir) -> bool:
     """Whether a live process holds owner.lock now."""
-    return _holder(run) is not None
+    return _held(run) is not None
+
+
+def holder(run: RunDir) -> Holder | None:
+    """The live process that owns the run now; None if nobody does.
+
+    Raises RunIsAlive where the lock is held by somebody who has not said who it is (yet).
+    """
+    said = _held(run)
+    if said is None:
+        return None
+    try:
+        return Holder(**json.loads(said.splitlines()[1]))
+    except (IndexError, ValueError, TypeError):
+        raise RunIsAlive(f"{run.root}: the run is alive, and its {run.owner_lock.name} does not say which process has "
+                         "it; try again, or stop that process first") from None
 
 
 def refuse_if_alive(run: RunDir) -> None:
     """Raises RunIsAlive, naming the holder, if a live process owns the run now. Takes nothing, writes nothing."""
-    if (holder := _holder(run)) is not None:
-        raise _alive(run, holder)
+    if (said := _held(run)) is not None:
+        raise _alive(run, said)
 
 
-def _holder(run: RunDir) -> str | None:
+def _held(run: RunDir) -> str | None:
+    """What the holder of owner.lock wrote into it; None if it is free."""
     try:
         fd = os.open(run.owner_lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -415,11 +483,12 @@ def _holder(run: RunDir) -> str | None:
 
 
 def _who(fd: int) -> str:
-    return os.pread(fd, 512, 0).decode(errors="replace").strip() or "unknown"
+    return os.pread(fd, 1024, 0).decode(errors="replace").strip() or "unknown"
 
 
-def _alive(run: RunDir, holder: str) -> RunIsAlive:
-    return RunIsAlive(f"{run.root}: the run is alive, owned by {holder}; stop it first, or use another --run-key")
+def _alive(run: RunDir, said: str) -> RunIsAlive:
+    return RunIsAlive(f"{run.root}: the run is alive, owned by {said.splitlines()[0]}; stop it first, end it with "
+                      "--take-over, or use another --run-key")
 
 
 class OwnerLock:
@@ -438,12 +507,13 @@ class OwnerLock:
                 break
             except BlockingIOError as error:
                 if last:
-                    holder = _who(self._fd)
+                    said = _who(self._fd)
                     os.close(self._fd)
-                    raise _alive(run, holder) from error
+                    raise _alive(run, said) from error
                 time.sleep(LOOK_S)  # `headway status` holds the lock shared for the moment of its look
+        me = _myself()
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(self._fd, f"{me}\n{json.dumps(asdict(me))}\n".encode(), 0)
 
     def next_attempt(self, next_step: int, prefect_run_id: str | None) -> int:
         """Write the next attempt file and return its number."""

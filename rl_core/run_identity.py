@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_core.config import Config, field_kinds
@@ -25,6 +25,16 @@ CONSUMERS = ("learner",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForkedFrom:
+    """Where a fork comes from: `ForkedFrom(run_key="sort", run_uuid="4f...", step=10)`."""
+
+    run_key: str
+    run_uuid: str
+    step: int
+    """First step that the fork does not have of that run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
     run_uuid: str
     run_key: str
@@ -32,6 +42,7 @@ class RunIdentity:
     config: Config
     """As the run was created: its revision 0. What holds now is `config_of(run, current_revision(run))`."""
     created_us: int
+    forked_from: ForkedFrom | None = None
 
 
 def read_identity(run: RunDir) -> RunIdentity:
@@ -39,8 +50,9 @@ def read_identity(run: RunDir) -> RunIdentity:
     payload = read_json(run.run_json)
     try:
         return RunIdentity(run_uuid=payload["run_uuid"], run_key=payload["run_key"], preset=payload["preset"],
-                           config=Config.model_validate(payload["config"]), created_us=payload["created_us"])
-    except (KeyError, ValueError) as error:
+                           config=Config.model_validate(payload["config"]), created_us=payload["created_us"],
+                           forked_from=ForkedFrom(**payload["forked_from"]) if payload.get("forked_from") else None)
+    except (KeyError, TypeError, ValueError) as error:
         raise BrokenFile(f"{run.run_json}: not the settings of a run of this Headway ({error}); use another "
                          "--run-key") from error
 
@@ -68,6 +80,15 @@ def refuse_to_amend_nothing(run: RunDir, run_key: str) -> None:
                           "command begins it")
 
 
+def identity_payload(run_key: str, preset: str, config: Config, forked_from: ForkedFrom | None = None
+                     ) -> dict[str, Any]:
+    """What run.json of a new run holds, with a run uuid of its own."""
+    lineage = {} if forked_from is None else {"forked_from": asdict(forked_from)}
+    return {"run_uuid": uuid.uuid4().hex, "run_key": run_key, "preset": preset, **lineage,
+            "config": config.model_dump(mode="json"), "kinds": field_kinds(), "consumers": list(CONSUMERS),
+            "created_us": time.time_ns() // 1000}
+
+
 def open_identity(run: RunDir, run_key: str, preset: str, config: Config, *, amend: bool = False) -> RunIdentity:
     """Create the run, or check that this start belongs to it, and record its amendment before anything else changes.
 
@@ -75,10 +96,7 @@ def open_identity(run: RunDir, run_key: str, preset: str, config: Config, *, ame
     """
     if amend:
         refuse_to_amend_nothing(run, run_key)
-    payload: dict[str, Any] = {"run_uuid": uuid.uuid4().hex, "run_key": run_key, "preset": preset,
-                               "config": config.model_dump(mode="json"), "kinds": field_kinds(),
-                               "consumers": list(CONSUMERS), "created_us": time.time_ns() // 1000}
-    put_if_absent(run.run_json, to_json(payload))
+    put_if_absent(run.run_json, to_json(identity_payload(run_key, preset, config)))
     identity = read_identity(run)
     stored = check_same_run(run, run_key, config, amend=amend)
     if amend:

@@ -17,11 +17,12 @@ os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # a step sent ahead fails with 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # read when ray is imported: a late call must not start a new cluster
 
 import logging
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,16 +32,18 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 import ray._private.worker as ray_worker
 import ray.exceptions
+import ray.util
 import xxhash
 
 # Compiled, without types.
 from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 from ray.job_config import JobConfig
 
-from rl_core.errors import DeadlinePassed, DeadPart, LearnerDead, StaleAttempt, WorkerDead
+from rl_core.errors import CollectiveFailed, DeadlinePassed, DeadPart, LearnerDead, StaleAttempt, WorkerDead
 from rl_core.types import Lease, WeightVersion, WorkerEvents
 from tasks import services, signals
 from tasks.hosted import Hosted, Identity, end_family
+from tasks.waiting import waiting
 
 if TYPE_CHECKING:
     from rl_core.rollout.pump import CancelAnswer, WorkerLink
@@ -222,23 +225,34 @@ def gather(calls: Sequence[Pending], deadline_s: float, check: Callable[[], None
     `check` is asked meanwhile, and raises what else shall end the wait. A call that fails because another one's actor
     died (a collective lost its peer) raises that death. Errors: see `Pending.result`.
     """
-    waiting, answers, until = list(calls), dict[Pending, Any](), time.monotonic() + deadline_s
-    while waiting:
+    if not calls:
+        return []
+    labels = " and ".join(call.handle.label for call in calls)
+    with waiting(labels, f"`{calls[0].method}`", deadline_s):
+        return _gather(calls, deadline_s, check)
+
+
+def _gather(calls: Sequence[Pending], deadline_s: float, check: Callable[[], None]) -> list[Any]:
+    left_over, answers, until = list(calls), dict[Pending, Any](), time.monotonic() + deadline_s
+    while left_over:
         check()
         left = until - time.monotonic()
         if (why := lost()) is not None:
-            raise waiting[0].death(why)
-        ended = _ended(waiting, max(0.0, min(LOST_CHECK_S, left)))
+            raise left_over[0].death(why)
+        ended = _ended(left_over, max(0.0, min(LOST_CHECK_S, left)))
         if not ended and left <= LOST_CHECK_S:
-            raise DeadlinePassed(f"{waiting[0].handle.label}: `{waiting[0].method}` gave no answer in {deadline_s:g} s")
+            silent = " and ".join(call.handle.label for call in left_over)
+            raise DeadlinePassed(f"{silent}: `{left_over[0].method}` gave no answer in {deadline_s:g} s")
         for call in ended:
-            waiting.remove(call)
+            left_over.remove(call)
             try:
                 answers[call] = call.answer()
+            except CollectiveFailed as error:
+                raise (_death(left_over) or _left_behind(error, left_over)) from None
             except DeadPart:
                 raise
             except Exception as error:
-                raise (_death(waiting) or error) from None
+                raise (_death(left_over) or error) from None
     return [answers[call] for call in calls]
 
 
@@ -259,11 +273,21 @@ def _death(calls: list[Pending]) -> DeadPart | None:
             calls.remove(call)
             try:
                 call.answer()
+            except CollectiveFailed:
+                continue
             except DeadPart as death:
                 return death
             except Exception:  # its own view of the same trouble
                 continue
     return None
+
+
+def _left_behind(error: CollectiveFailed, silent: Sequence[Pending]) -> CollectiveFailed:
+    """A collective that failed without a death, with the names of those that have not said anything."""
+    if not silent:
+        return error
+    return CollectiveFailed(f"{' and '.join(call.handle.label for call in silent)} left the collective of "
+                            f"`{silent[0].method}` and says nothing; {error}")
 
 
 class Handle:
@@ -348,6 +372,27 @@ def start_all(specs: Sequence[ActorSpec], *, fresh: bool = False) -> list[Handle
     with ThreadPoolExecutor(max(1, len(specs)), thread_name_prefix="start-actor") as pool:
         starts = [pool.submit(start_or_adopt, spec, fresh=fresh) for spec in specs]
     return [start.result() for start in starts]
+
+
+def actors() -> list[dict[str, Any]]:
+    """The actors that this owner speaks for: `[{"actor": "rollout/0", "pid": 12, "started": 3456, "place": "..."}]`."""
+    handles = [] if _connection is None else list(_connection.handles.values())
+    return [{"actor": f"{handle.role}/{handle.rank}", "pid": handle.identity.pid, "started": handle.identity.started,
+             "place": handle.identity.place} for handle in handles]
+
+
+def end_unwanted(run_uuid: str, wanted: Collection[str]) -> list[str]:
+    """End the actors of this run that an earlier attempt left and that this one has no use for (another number of
+    workers or ranks, no validation). `wanted`: names of specs. Returns the names of those that were ended."""
+    named = cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True))
+    ended: list[str] = []
+    for name in sorted(actor["name"] for actor in named if actor["namespace"] == NAMESPACE):
+        parts = re.fullmatch(rf"{re.escape(run_uuid)}/(.+)/(\d+)", name)
+        if parts is not None and name not in wanted:
+            _end_named(ActorSpec(run_uuid=run_uuid, role=parts[1], rank=int(parts[2]), attempt=0, factory="",
+                                 owner_timeout_s=0.0))
+            ended.append(name)
+    return ended
 
 
 def _adopt(spec: ActorSpec, until: float) -> Handle | None:

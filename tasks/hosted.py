@@ -24,7 +24,7 @@ CLOSE_S = 2.0
 """What `close` of a role may take before a silent owner's actor ends without it."""
 
 
-def _here() -> str:
+def here() -> str:
     """This machine, boot and pid namespace: where a pid means the same process."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid') if keeper.PROC else os.uname().nodename}"
 
@@ -46,11 +46,11 @@ class Identity:
     def of_this_process(*, same: bool) -> Identity:
         started = keeper.start_time(os.getpid())
         assert started is not None
-        return Identity(pid=os.getpid(), started=started, place=_here(), same=same)
+        return Identity(pid=os.getpid(), started=started, place=here(), same=same)
 
     def family(self) -> list[tuple[int, int]]:
         """`(pid, start time)` of the process and all that it started, if they are on this machine; else none."""
-        return family(self.pid, self.started) if self.pid and self.place == _here() else []
+        return family(self.pid, self.started) if self.pid and self.place == here() else []
 
 
 class Hosted:

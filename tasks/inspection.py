@@ -5,22 +5,25 @@ Reports are JSON values: a number that does not exist is None.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
+from rl_core import frames
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.audit import audit
-from rl_core.gaps import Gaps
-from rl_core.history import read_history
+from rl_core.gaps import merged
 from rl_core.records import recorded_steps
 from rl_core.revisions import config_of, current_revision, revisions
 from rl_core.run_dir import RunDir, json_values, newest_attempt, owner_is_alive, read_json
 from rl_core.run_identity import RunIdentity, prompt_rows, read_identity
-from rl_core.summary import Summary, best_greedy_validation, mean_of_steps, summarize
+from rl_core.run_numbers import best_greedy, greedy_accuracies, mean_of_steps, metrics_of
+from rl_core.summary import Summary, summarize
 from tasks.paths import run_dir
 
 RECENT_STEPS = 10
 """Steps that the status averages over."""
+OF_SOURCE = ("n", "reward_mean", "correct", "length_mean")
+"""What the status shows of each data source."""
 
 
 def open_run(run: RunDir, run_key: str) -> RunIdentity:
@@ -73,7 +76,7 @@ def summary_so_far(run_key: str, status: str, wall_s: float) -> dict[str, Any]:
 def run_status(run_key: str) -> dict[str, Any]:
     """What the run is doing, or how its last attempt ended, as one JSON object."""
     run = run_dir(run_key)
-    open_run(run, run_key)
+    identity = open_run(run, run_key)
     view, result, revision = read_status(run), read_result(run), current_revision(run)
     alive = owner_is_alive(run)
     if alive:
@@ -82,22 +85,27 @@ def run_status(run_key: str) -> dict[str, Any]:
         last = result.get("attempt") == newest_attempt(run) and result.get("revision", 0) == revision
         state = result.get("status", "stopped") if last else "stopped"
     cause = f"{result['error']}: {result['message']}" if state == "failed" else None
-    gaps = Gaps()
-    history = read_history(run, last=RECENT_STEPS, gaps=gaps)
-    accuracies = [v.greedy_accuracy for v in history.validations]
-    best = best_greedy_validation(history.validations)
-    newest = {name: float(values[-1]) for name, values in history.metrics.items()} if history.records else {}
+    steps, validations = frames.steps(run, last=RECENT_STEPS), frames.validations(run)
+    sources = frames.sources(run, last=RECENT_STEPS)
+    trained = steps.index[steps["state"] == "trained"].tolist()
+    by_source = [row for row in frames.rows_of(sources) if trained and row["step"] == trained[-1]]
+    column, greedy = metrics_of(steps), greedy_accuracies(validations)
+    accuracies, best = [each.accuracy.value for each in greedy], best_greedy(greedy)
+    newest = {name: float(values[-1]) for name, values in column.items()} if trained else {}
     return json_values({
         "run_key": run_key, "state": state, "alive": alive, "steps": steps_done(run),
         "total_steps": config_of(run, revision).total_steps, "revision": revision,
+        "forked_from": None if identity.forked_from is None else asdict(identity.forked_from),
         "amendments": [{"revision": one.revision, "from_step": one.from_step, "changed": one.changed}
                        for one in revisions(run)],
         "accuracy": accuracies[-1] if accuracies else None, "accuracy_start": accuracies[0] if accuracies else None,
-        "accuracy_best": best.greedy_accuracy if best else None, "best_step": best.step if best else None,
+        "accuracy_best": best.accuracy.value if best else None, "best_step": best.step if best else None,
         "metrics": newest or view.get("metrics", {}),
-        "recent": {name: mean_of_steps(values).value for name, values in history.metrics.items()},
-        "by_source": history.records[-1].by_source if history.records else {}, "gaps": gaps,
-        "live": view.get("live", {}) if alive else {}, "waiting": view.get("note") if alive else None,
+        "recent": {name: mean_of_steps(values).value for name, values in column.items()},
+        "by_source": {row["data_source"]: {name: row[name] for name in OF_SOURCE} for row in by_source},
+        "gaps": merged(*(frame.attrs["gaps"] for frame in (steps, sources, validations))),
+        "live": view.get("live", {}) if alive else {},
+        "waiting": (view.get("stall") or view.get("note")) if alive else None,
         "cause": cause, "attempt": newest_attempt(run), "directory": str(run.root)})
 
 

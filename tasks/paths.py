@@ -27,7 +27,8 @@ def run_dir(run_key: str) -> RunDir:
     return RunDir(headway_home() / "runs" / run_key)
 
 
-def new_run_key(preset: str) -> str:
-    """`tiny-cpu-20260131-074512`: the preset and the time."""
+def new_run_key(preset: str, flow_run_id: str | None = None) -> str:
+    """`tiny-cpu-20260131-074512`: the preset and the time; of a flow run the last digits of its id, which a retry of it
+    has again."""
     name = "".join(c if c in KEY_LETTERS else "-" for c in Path(preset).stem).lstrip(".-")[:60] or "run"
-    return f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return f"{name}-{datetime.now():%Y%m%d-%H%M%S}" if flow_run_id is None else f"{name}-{flow_run_id[-12:]}"

@@ -1,7 +1,8 @@
 """The status view of a run: `status.json`, rewritten by the owner about twice a second.
 
-A view, not the truth: everything in it can be made again from the run directory. The console, `headway status` and the
-stall reports read it; nothing decides by it.
+A view, not the truth: everything in it can be made again from the run directory. The console, `headway status` and
+`headway doctor` read it; nothing decides by it. Beside it, each minute of a wait that lasts is reported in the view and
+in the run's logs: who waits on whom (tasks/waiting.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from uuid import UUID
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from rl_core.run_dir import RunDir, replace_file, to_json
+from tasks.waiting import StallReport, waits
 
 INTERVAL_S = 0.5
 
@@ -31,10 +33,15 @@ _update = cast(Callable[..., UUID], update_progress_artifact)
 class Progress:
     """What the owner is doing: stages of the start, then steps. Thread-safe; `close` writes the last state."""
 
-    def __init__(self, run: RunDir, fields: dict[str, Any], live: Callable[[], dict[str, Any]] = dict) -> None:
+    def __init__(self, run: RunDir, fields: dict[str, Any], live: Callable[[], dict[str, Any]] = dict,
+                 stalls: StallReport | None = None) -> None:
         self._run = run
-        self._fields: dict[str, Any] = {"pid": os.getpid(), "state": "starting", "stages": [], **fields}
+        self._fields: dict[str, Any] = {"pid": os.getpid(), "state": "starting", "stages": [],
+                                        "since_us": time.time_ns() // 1000, **fields}
+        """`since_us`: when the state began."""
         self._live = live
+        self._actors: Callable[[], list[dict[str, Any]]] = list
+        self._stalls = stalls or StallReport()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="progress", daemon=True)
@@ -45,8 +52,14 @@ class Progress:
         """`live()` is asked for the fields that change by themselves (the pump's snapshot)."""
         self._live = live
 
+    def watch_actors(self, actors: Callable[[], list[dict[str, Any]]]) -> None:
+        """`actors()` is asked who they are: `headway doctor` looks whether they live."""
+        self._actors = actors
+
     def set(self, **fields: Any) -> None:
         with self._lock:
+            if fields.get("state", self._fields["state"]) != self._fields["state"]:
+                fields["since_us"] = time.time_ns() // 1000
             self._fields.update(fields)
 
     @contextmanager
@@ -66,18 +79,29 @@ class Progress:
         self.set(**fields)
         self._stop.set()
         self._thread.join(timeout=5)
-        self._live = dict
+        self._live, self._actors = dict, list
+        self._stalls.look()
         self._write()
 
     def _loop(self) -> None:
         while not self._stop.wait(INTERVAL_S):
+            if (report := self._stalls.look()) is not None:
+                self._log_stall(report)
             self._write()
+
+    def _log_stall(self, report: str) -> None:
+        with suppress(OSError):
+            self._run.logs.mkdir(parents=True, exist_ok=True)
+            with open(self._run.stalls, "a") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n")
 
     def _write(self) -> None:
         with self._lock:
             fields = json.loads(json.dumps(self._fields))
         with suppress(OSError):  # a full disk must not end the run through its status line
-            replace_file(self._run.status, to_json({**fields, "live": self._live(), "ts_us": time.time_ns() // 1000}))
+            replace_file(self._run.status, to_json({
+                **fields, "live": self._live(), "actors": self._actors(), "waits": [wait.as_json() for wait in waits()],
+                "stall": self._stalls.text, "ts_us": time.time_ns() // 1000}))
 
 
 class ProgressArtifact:

@@ -35,7 +35,7 @@ def publish_report(session: Session) -> dict[str, Any]:
     summary = summarize(run, run_key=identity.run_key, status="completed",
                         wall_s=time.monotonic() - session.started_s, mlflow_run_id=session.tracker.run_id).as_json()
     ended = None if session.ended is None else asdict(session.ended)  # None: validation.only, a later start goes on
-    session.finish("completed", figures=figures, summary=summary, ended=ended)
+    session.finish("completed", figures=figures, summary=summary, ended=ended, gathered=session.gathered)
     with suppress(Exception):  # a view: Prefect being away does not make a trained run fail
         create_markdown_artifact(markdown=summary_markdown(summary), key="summary", description="Summary of the run")
         if session.tracker.link is not None:

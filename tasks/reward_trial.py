@@ -22,6 +22,7 @@ from rl_core.preflight import left_to_set
 from rl_core.reward_settings import check_scoring
 from rl_core.rollout.dataset import Dataset, training_data
 from rl_core.rollout.rewards.function import FunctionScorer, is_own
+from rl_core.rollout.rewards.leftovers import leftovers
 from rl_core.rollout.rewards.scoring import IN_PLACE, Scorer, function_scorer, make_scorer, missing_columns
 from rl_core.types import Prompt, Score
 
@@ -165,17 +166,9 @@ def _as_json(each: Tried) -> dict[str, Any]:
 
 def _notes(tried: Sequence[Tried], loading: dict[str, Any]) -> list[str]:
     """What a user should know of a reward that works."""
-    notes: list[str] = []
     calls = [each.notes for each in tried]
-    seen = [loading, *calls]
-    if printed := [note["printed"] for note in seen if note.get("printed")]:
-        when = "while it is loaded" if loading.get("printed") else f"in {len(printed)} of {len(calls)} calls"
-        notes.append(f"prints to standard output {when}, as in {printed[0].strip()[:60]!r}; in a run that goes to the "
-                     "standard error of the rollout worker")
-    if threads := [name for note in seen for name in note.get("threads", [])]:
-        notes.append(f"leaves {len(threads)} threads alive after {len(calls)} calls, as in {threads[0]!r}; in a run "
-                     "they pile up")
-    if left := sorted({name for note in seen for name in note.get("left_out", [])}):
+    notes = leftovers(loading, calls)
+    if left := sorted({name for note in calls for name in note.get("left_out", [])}):
         notes.append(f"entries of its dict that are no numbers are left out: {', '.join(left)}")
     own = [each.score for each in tried if each.of == OWN and each.score is not None]
     if own and all(score.correct == 0 for score in own):

@@ -22,3 +22,11 @@ def continuous_rollout(session: Session) -> None:
     except BaseException as error:
         session.experience.fail(error)
         raise
+
+
+def gather(session: Session) -> None:
+    """`headway rollout`: generate until so many groups wait, or the data has ended."""
+    with session.progress.stage("rollout"):
+        session.rollout = continuous_rollout.submit(session)
+        session.gathered = session.experience.gather(session.config.deadlines.claim_s, session.check)
+        session.end_rollout()

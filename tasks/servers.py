@@ -9,6 +9,7 @@ import base64
 import http.client
 import importlib.metadata
 import importlib.util
+import json
 import os
 import secrets
 import shutil
@@ -20,7 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from rl_core.errors import DeadlinePassed, DeadPart
 from tasks import keeper
@@ -37,6 +39,8 @@ main()
 """
 """`ray start` without the process behind the dashboard, which it starts even when told not to have one, for usage
 statistics that are off: 65 MB, and a second of every start."""
+MARK = "HEADWAY_SERVICES_OF"
+"""In the environment of a service, and of all that it starts: which state directory names it (tasks/leftovers.py)."""
 RAY_CPUS = 2
 """Worker processes that Ray starts ahead for the first driver. Actors ask for none: their threads are settings."""
 
@@ -185,16 +189,25 @@ def prepare() -> None:
         aside.rename(template())
 
 
-def prefect_answers(api_url: str, auth: str) -> bool:
+def prefect_answers(api_url: str, auth: str | None) -> bool:
     """Whether the server is healthy and knows our secret (any server would answer /health, also a stranger's)."""
-    address = api_url.removeprefix("http://").removesuffix("/api")
-    connection = http.client.HTTPConnection(address, timeout=2.0)
+    return prefect_call(api_url, auth, "GET", "/admin/version") is not None
+
+
+def prefect_call(api_url: str, auth: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """What a Prefect server answers, parsed; None where it does not, refuses, or does not know what is asked for."""
+    where = urlsplit(api_url)
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    connection = kind(where.netloc.rpartition("@")[2], timeout=2.0)
     try:
-        basic = base64.b64encode(auth.encode()).decode()
-        connection.request("GET", "/api/admin/version", headers={"Authorization": f"Basic {basic}"})
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+        headers = {"Content-Type": "application/json"}
+        if auth:
+            headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
+        connection.request(method, where.path + path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        return json.loads(answer.read()) if answer.status in (200, 201) else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
     finally:
         connection.close()
 

@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 
 from rl_core.config import DeadlineConfig
 from rl_core.errors import DeadlinePassed, DeadPart
-from rl_core.run_dir import replace_file, to_json
-from tasks import keeper, servers
+from rl_core.run_dir import RunDir, replace_file, to_json
+from tasks import keeper, leftovers, servers
 from tasks.servers import HOST, Process
 
 PREFECT_NICE = 5
@@ -81,6 +81,7 @@ def start(state_dir: Path, home: Path, *, isolated: bool, deadlines: DeadlineCon
     with keeper.locked(state_dir):
         state = _usable(state_dir, home) or _nothing()
         heartbeat(state_dir)
+        _end_strays(state_dir, state, given)
         adopted = bool(state["processes"])
         wanted = [name for name in ("prefect", "ray") if name not in given and name not in state["processes"]]
         state |= {"owner_timeout_s": deadlines.owner_timeout_s, "starting": bool(wanted)}
@@ -217,6 +218,22 @@ def _usable(state_dir: Path, home: Path) -> dict[str, Any] | None:
     return None
 
 
+def _end_strays(state_dir: Path, state: dict[str, Any], given: Mapping[str, tuple[str, str]]) -> None:
+    """End what an earlier start of this run left and no usable service holds: its head died without it, or was never
+    noted. Actors of a Ray given by address are left to be adopted."""
+    run = RunDir(state_dir.parent)
+    if run.services != state_dir:
+        return
+    watchdog = state.get("keeper")
+    held = {pid for leader in keeper.leaders_of(state) for pid, _ in keeper.session_members(*leader)}
+    held |= {watchdog["pid"]} if watchdog is not None else set()
+    strays = [member for member in leftovers.members(run) if member.pid not in held
+              and ("ray" not in given or member.what.endswith(leftovers.SERVICE))]
+    if stayed := leftovers.end(strays, 1.0):
+        raise DeadPart(f"{state_dir}: what an earlier start left is still there after SIGKILL: "
+                       + ", ".join(f"{member.what} (pid {member.pid})" for member in stayed))
+
+
 def _answers(name: str, state: dict[str, Any], home: Path) -> bool:
     address = state["addresses"][name]
     if name == "prefect":
@@ -288,8 +305,8 @@ def _start_prefect(start: _Start) -> None:
     base, log = start.home / "prefect", start.state_dir / "prefect.log"
     base.mkdir(parents=True, exist_ok=True)
     with servers.first_start(base):
-        process = servers.spawn(servers.prefect_command(port), servers.prefect_env(start.home, port, auth), cwd=base,
-                                log=log)
+        process = servers.spawn(servers.prefect_command(port),
+                                servers.prefect_env(start.home, port, auth) | _mark(start.state_dir), cwd=base, log=log)
         start.note("prefect", process, address)
         servers.wait("Prefect server", process, log, start.until, lambda: servers.prefect_answers(address, auth),
                      start.tick)
@@ -302,9 +319,14 @@ def _start_ray(start: _Start) -> None:
     token, port = servers.ray_token(start.home), servers.free_port()
     address, log = f"{HOST}:{port}", start.state_dir / "ray.log"
     scratch = start.state["scratch"] = tempfile.mkdtemp(prefix="headway-", dir=servers.short_tmp())
-    process = servers.spawn(servers.ray_command(port, scratch), servers.ray_env(token), cwd=Path(scratch), log=log)
+    process = servers.spawn(servers.ray_command(port, scratch), servers.ray_env(token) | _mark(start.state_dir),
+                            cwd=Path(scratch), log=log)
     start.note("ray", process, address)
     servers.wait("Ray head", process, log, start.until, lambda: servers.ray_answers(address, scratch), start.tick)
+
+
+def _mark(state_dir: Path) -> dict[str, str]:
+    return {servers.MARK: str(state_dir)}
 
 
 def _watch(state_dir: Path, state: dict[str, Any]) -> None:
@@ -318,8 +340,46 @@ def _watch(state_dir: Path, state: dict[str, Any]) -> None:
     _write(state_dir, state)
     command = [sys.executable, "-I", "-S", keeper.__file__, str(state_dir), name]
     state["keeper"]["pid"], state["keeper"]["started"] = servers.spawn(
-        command, {}, cwd=state_dir, log=state_dir / "keeper.log")
+        command, _mark(state_dir), cwd=state_dir, log=state_dir / "keeper.log")
     _write(state_dir, state)
+
+
+def end_abandoned(run: RunDir) -> list[leftovers.Member]:
+    """End all that belongs to a run whose owner is gone; the caller owns its lock. Returns what was ended.
+
+    Raises DeadPart naming what outlives SIGKILL.
+    """
+    if not run.services.is_dir():
+        return []
+    with keeper.locked(run.services):
+        found, state = leftovers.members(run), keeper.read_state(run.services)
+        if state is not None:
+            keeper.end_services(run.services, state, keeper.GRACE_S)
+            _end_keeper(state)
+        if stayed := leftovers.end(found, 1.0):
+            raise DeadPart(f"{run.root}: still there after SIGKILL: "
+                           + ", ".join(f"{member.what} (pid {member.pid})" for member in stayed))
+        return found
+
+
+def heard_s(state_dir: Path) -> float | None:
+    """Seconds since an owner made itself heard there; None if none ever did."""
+    try:
+        return max(0.0, time.time() - (state_dir / keeper.HEARTBEAT).stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def prefect_of(state_dir: Path, home: Path, *, isolated: bool) -> tuple[str, str | None] | None:
+    """API address and auth string of the Prefect server that knows a run: its private one, if that lives, else the one
+    given by address; None if there is neither."""
+    state = keeper.read_state(state_dir) or _nothing()
+    process = state["processes"].get("prefect")
+    if process is not None and state["boot_id"] == keeper.boot_id() \
+            and keeper.is_alive(process["pid"], process["started"]):
+        return state["addresses"]["prefect"], servers.prefect_auth(home)
+    given = ambient(isolated=isolated)
+    return (given["prefect"][0], os.environ.get("PREFECT_API_AUTH_STRING")) if "prefect" in given else None
 
 
 def _end_keeper(state: dict[str, Any]) -> None:

@@ -5,15 +5,19 @@ A start and a restart are one path; all that differs is what the run directory a
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
 from rl_core.config import Config, LearnerConfig, TorchEngine
-from rl_core.errors import DeadPart, RunEnded
+from rl_core.errors import DeadPart, RunEnded, WallTimeReached
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData
 from rl_core.metrics import PoolReading, names, pool_metrics, read_pool
@@ -39,14 +43,21 @@ from rl_core.schedules import is_scheduled_checkpoint
 from rl_core.types import StepRecord
 from tasks import cluster, services, signals
 from tasks.attempts import end_flow_run_before
+from tasks.checkpoint import make_room
 from tasks.paths import headway_home, run_dir
 from tasks.progress import Progress, ProgressArtifact
 from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup, first_step
 
 SERVICES_STOP_S = 5.0
+MAX_WALL_TIME = "max_wall_time"
+"""What stopped a run that was not stopped by a signal."""
 ROLLOUT_NICE = 5
 """Where processors are short, a training step goes before what rollout workers do ahead of it, which is bounded."""
+STOP_CHECKPOINT_S = 3.0
+"""What a signal leaves for a last checkpoint, the running step included: all is gone 10 s after it."""
+RECENT_STEPS = 8
+"""The longest of them is what the next step is thought to take."""
 VALIDATION_NICE = 10
 """Validation takes the processor time that training and rollout leave."""
 
@@ -63,19 +74,29 @@ class Session:
     tracker: Tracker
     rollout: PrefectFuture[None]
 
-    def __init__(self, run: RunDir, identity: RunIdentity, config: Config, lock: OwnerLock, progress: Progress) -> None:
+    def __init__(self, run: RunDir, identity: RunIdentity, config: Config, lock: OwnerLock, progress: Progress,
+                 groups: int | None = None) -> None:
         self.run, self.identity, self.config, self.lock, self.progress = run, identity, config, lock, progress
         self.revision = current_revision(run)
         """Config revision that `config` is of: what this start claims is trained by it."""
+        self.groups = groups
+        """Of a start that trains nothing: usable groups that shall wait at its end."""
+        self.gathered: int | None = None
+        """How many do, then."""
         self.attempt = 0
         self.first_step = 0
         self.published_idx = 0
         self.started_s = time.monotonic()
+        self.ends_at = self.started_s + (config.max_wall_time or math.inf)
+        """Clock at which this start ends itself."""
+        self._step_ends = deque[float](maxlen=RECENT_STEPS + 1)
         self.stop = threading.Event()
         self.validations: list[Any] = []
         self.validations_left: set[int] = set()
         """Steps whose validation waits or runs."""
         self.validated: set[int] = set()
+        self.whole_checkpoints: set[int] = set()
+        """Those that this start has seen to be whole."""
         self.ended: EndOfData | None = None
         self.validating = threading.Lock()
         self.services: services.Services | None = None
@@ -90,11 +111,22 @@ class Session:
         return range(self.first_step, self.config.total_steps)
 
     def check(self) -> None:
-        """To be asked by whoever waits: raises KeyboardInterrupt for a signal, and the error of a pump or of a
-        validation that failed meanwhile."""
+        """To be asked by whoever waits: raises KeyboardInterrupt for a signal, WallTimeReached, and the error of a pump
+        or of a validation that failed meanwhile."""
         signals.check()
+        if time.monotonic() >= self.ends_at:
+            raise WallTimeReached(f"max_wall_time: {self.config.max_wall_time:g} s are over")
         if hasattr(self, "experience") and self.experience.failure is not None:
             raise self.experience.failure
+
+    def check_time(self) -> None:
+        """Raises WallTimeReached where another step, as long as the longest of the last ones, and a checkpoint behind
+        it do not fit into max_wall_time."""
+        ends = list(self._step_ends)
+        step_s = max((later - sooner for sooner, later in itertools.pairwise(ends)), default=0.0)
+        left_s = self.ends_at - time.monotonic()
+        if left_s < step_s + self.learner.checkpoint_s:
+            raise WallTimeReached(f"max_wall_time: {left_s:.1f} s are left, a step takes {step_s:.1f} s")
 
     def send_ahead(self, step: int) -> None:
         """Let the learner go on with a claimed step by itself, unless a checkpoint of those before is due first."""
@@ -113,6 +145,7 @@ class Session:
     def saw_step(self, record: StepRecord) -> None:
         """Note a trained step: what the rollout side did meanwhile, tracking, status line."""
         self.experience.wake()  # a version may have been published
+        self._step_ends.append(time.monotonic())
         self._seen = read_pool(self.pump.statuses(), time.monotonic(), self._seen)
         if record.published is not None:
             self.published_idx = record.published.idx
@@ -167,11 +200,25 @@ class Session:
         self.finish("failed", error=type(error).__name__, message=str(error))
 
     def cancelled(self, signal: str) -> str:
-        """Note a stop from outside, by `SIGINT` or `SIGTERM`; returns the state's message with how to go on."""
+        """Note a stop from outside, by `SIGINT`, `SIGTERM` or `max_wall_time`, with a last checkpoint if one is due and
+        fits; returns the state's message with how to go on."""
         self.stop.set()
+        self._last_checkpoint(max(STOP_CHECKPOINT_S, self.ends_at - time.monotonic() if signal == MAX_WALL_TIME else 0))
         self.finish("cancelled", signal=signal)
         return f"{signal} after {len(recorded_steps(self.run))} steps; the same command with " \
                f"--run-key {self.identity.run_key} goes on"
+
+    def _last_checkpoint(self, deadline_s: float) -> None:
+        """If the newest is older than `checkpoint.on_stop_after` steps. What does not fit is trained again."""
+        after, done = self.config.checkpoint.on_stop_after, recorded_steps(self.run)
+        newest = max((n for n, _ in numbered(self.run.checkpoints, r"n-(\d{9})")), default=0)
+        if after is None or not done or not hasattr(self, "learner") or done[-1] + 1 - newest <= after:
+            return
+        self.progress.set(state="stopping")
+        try:
+            self.learner.last_checkpoint(deadline_s)
+        except BaseException as error:  # also a second signal: then it ends at once
+            self.progress.set(note=f"stopped without a checkpoint: {error}")
 
     def close(self) -> None:
         """End what this start began, in order; nothing here waits longer than its own deadline. Actors need no goodbye:
@@ -204,7 +251,8 @@ class Session:
                     ended.result()
 
 
-def open_session(preset: str, config: Config, run_key: str, *, amend: bool = False) -> Session:
+def open_session(preset: str, config: Config, run_key: str, *, amend: bool = False,
+                 groups: int | None = None) -> Session:
     """Own the run: lock, identity, status view. With `amend` the settings that differ are recorded first of all.
 
     Raises RunIsAlive, or ConfigError for other identity fields, and for other training fields that cannot be amended or
@@ -217,7 +265,7 @@ def open_session(preset: str, config: Config, run_key: str, *, amend: bool = Fal
     try:
         identity = open_identity(run, run_key, preset, config, amend=amend)
         progress = Progress(run, {"run_key": run_key, "total_steps": config.total_steps})
-        return Session(run, identity, config, lock, progress)
+        return Session(run, identity, config, lock, progress, groups)
     except BaseException:
         lock.release()
         raise
@@ -242,14 +290,13 @@ def set_up(session: Session) -> None:
         check_inputs(run, {**model_digests(run.model), "data": prompts.digest}, rows=len(prompts))
     with progress.stage("actors"):
         _start_actors(session)
-    with progress.stage("learner"):
-        session.first_step = session.learner.bring_up(
-            lambda done, total: progress.set(state="replaying", replayed=[done, total]))
-        _note_damage(session)
-        session.published_idx = session.learner.publish().idx
+    with progress.stage("learner" if session.groups is None else "weights"):
+        _bring_up(session)
     with progress.stage("experience"):
-        session.experience = Experience(run, config, session.attempt, session.revision)
-        session.claims = Claims(session.experience, config, session.check)
+        session.experience = Experience(run, config, session.attempt, session.revision, goal=session.groups)
+        for text in session.experience.passed_over:
+            progress.set(note=f"snapshot passed over, the claims are read instead: {text}")
+        session.claims = Claims(session.experience, config, session.check, partial(make_room, session))
         session.pump = Pump(run, config, prompts, session.experience, session.pool, session.attempt)
         progress.watch(session.pump.snapshot)
     session.tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=session.identity.run_uuid,
@@ -263,6 +310,25 @@ def _observe_all(run: RunDir) -> None:
     """Every recorded step has an observation: its owner was stopped before it wrote that of the last ones."""
     for step in sorted(set(recorded_steps(run)) - set(observed_steps(run))):
         put_observation(run, step, dict.fromkeys(names("owner"), math.nan), read_record(run, step).ts_us)
+
+
+def _bring_up(session: Session) -> None:
+    """The learner behind the recorded steps, and the weights that workers are offered; without training only these."""
+    run, progress = session.run, session.progress
+    if session.groups is not None:
+        from rl_core.offered_weights import offered_version  # imports torch
+
+        session.first_step = first_step(run)
+        session.published_idx = offered_version(run, session.config, session.attempt).idx
+        return
+    session.first_step = session.learner.bring_up(
+        lambda done, total: progress.set(state="replaying", replayed=[done, total]))
+    if session.identity.forked_from is not None:
+        from rl_core.fork import check_replayed  # imports torch
+
+        check_replayed(run, session.identity.forked_from, first=session.learner.restored, attempt=session.attempt)
+    _note_damage(session)
+    session.published_idx = session.learner.publish().idx
 
 
 def _note_damage(session: Session) -> None:
@@ -292,18 +358,31 @@ def _start_actors(session: Session) -> None:
     if not (commanded and where.adopted):
         session.services = where
     cluster.connect(where, owner_timeout_s=deadlines.owner_timeout_s)
-    session.learner = LearnerGroup(session.run, config, lambda meeting: _learner_specs(session, meeting), session.check)
+    session.progress.watch_actors(cluster.actors)
+    trains = session.groups is None
+    rolls, validates = not (trains and config.validation.only), config.data.validation is not None and trains
+    _end_unwanted(session, trains=trains, rolls=rolls, validates=validates)
+    if trains:
+        session.learner = LearnerGroup(session.run, config, lambda meeting: _learner_specs(session, meeting),
+                                       session.check)
     session.pool = cluster.RemotePool(_worker_specs(session), call_s=deadlines.call_s, swap_s=deadlines.swap_s)
     with ThreadPoolExecutor(3, thread_name_prefix="set-up") as pool:
-        starts: list[Future[Any]] = [pool.submit(session.learner.start)]
-        if not config.validation.only:
+        starts: list[Future[Any]] = [pool.submit(session.learner.start)] if trains else []
+        if rolls:
             starts.append(pool.submit(session.pool.links))
-        if config.data.validation is not None:
+        if validates:
             starts.append(pool.submit(cluster.start_or_adopt, _validator_spec(session)))
     for start in starts:
         start.result()
-    if config.data.validation is not None:
+    if validates:
         session.validator = starts[-1].result()
+
+
+def _end_unwanted(session: Session, *, trains: bool, rolls: bool, validates: bool) -> None:
+    """Actors that an earlier attempt left and that this start has no use for hold memory, and devices."""
+    wanted = [*(_learner_specs(session, Path()) if trains else ()), *(_worker_specs(session) if rolls else ()),
+              *([_validator_spec(session)] if validates else ())]
+    cluster.end_unwanted(session.identity.run_uuid, {spec.name for spec in wanted})
 
 
 def _spec(session: Session, role: str, index: int, factory: str, threads: int, gpus: float,
@@ -349,4 +428,6 @@ def _tags(session: Session) -> dict[str, str]:
 
     found = {"headway.preset": session.identity.preset, "headway.attempt": str(session.attempt),
              "prefect.flow_run_id": str(flow_run.get_id() or ""), "headway.commit": source_commit()}
+    if session.identity.forked_from is not None:
+        found["headway.forked_from"] = json.dumps(asdict(session.identity.forked_from))
     return {name: value for name, value in found.items() if value}

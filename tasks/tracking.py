@@ -33,6 +33,7 @@ from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
 from tasks.destination import Destination as Destination
 from tasks.destination import destination as destination
 from tasks.destination import flatten, redact, redact_in, resolved
+from tasks.waiting import waiting
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -269,6 +270,19 @@ class _Mirror:
         return {k for k in source.steps() if k < last}
 
 
+def tracked_status(uri: str, run_id: str) -> str | None:
+    """What MLflow says of a run: `RUNNING`, `FINISHED` ...; None where it cannot be asked, or does not know it."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return str(MlflowClient(tracking_uri=uri).get_run(run_id).info.status)
+    except (MlflowException, OSError):
+        return None
+
+
 class Tracker:
     """Tracks one run on a thread of its own. Nothing here blocks, except `flush` and `finish` up to their deadline.
 
@@ -340,7 +354,7 @@ class Tracker:
     def flush(self, deadline_s: float) -> bool:
         """Wait until everything committed before this call is in MLflow; False (and `trouble`) at the deadline."""
         mine = self._ask(urgent=True)
-        with self._cond:
+        with waiting(f"MLflow at {self.where}", "all points to arrive", deadline_s), self._cond:
             return self._cond.wait_for(lambda: self._answered >= mine, timeout=deadline_s)
 
     def finish(self, status: Status, deadline_s: float, artifacts: Sequence[Path] = ()) -> bool:
@@ -352,7 +366,8 @@ class Tracker:
         self._ask(urgent=True)
         if self._thread.ident is None:
             return False
-        self._thread.join(timeout=deadline_s)
+        with waiting(f"MLflow at {self.where}", "the last points to arrive", deadline_s):
+            self._thread.join(timeout=deadline_s)
         return not self._thread.is_alive() and self._trouble is None
 
     # -- the thread

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, FailureBudgetSpent, LearnerDead
+from rl_core.errors import BrokenFile, DeadlinePassed, FailureBudgetSpent, LearnerDead
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData, voided_steps
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir
 from rl_core.types import Claim, StepRecord, WeightVersion
 from tasks.cluster import ActorSpec, Handle, Pending, gather, start_all
+from tasks.waiting import waiting
 
 if TYPE_CHECKING:
     from tasks.session import Session
 
 
+T = TypeVar("T")
 MEETING = "rendezvous-"
 LOOK_S = 0.5
 """How often a wait for a claim looks whether something else has ended it."""
@@ -60,7 +63,11 @@ class LearnerGroup:
         self._first = self._unsent = 0
         self._sending = threading.Lock()
         self._sent: dict[int, list[Pending]] = {}
+        self._training: list[Pending] = []
+        """Calls of the step that `train` waits for."""
         self._up = False
+        self.checkpoint_s = 0.0
+        """What the last checkpoint of this start took."""
         self.restored = 0
         """The step from which `bring_up` went on: where the checkpoint lies that it took, or the last record."""
 
@@ -77,7 +84,17 @@ class LearnerGroup:
         return self._run.services / f"{MEETING}{secrets.token_hex(6)}"
 
     def bring_up(self, on_replay: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Bring the group to the state after all recorded steps; returns the next step to train."""
+        """Bring the group, which `start` has started, to the state after all recorded steps; returns the next step to
+        train. A group that dies meanwhile is started again within its budget."""
+        while True:
+            try:
+                return self._bring_up(on_replay)
+            except LearnerDead as death:
+                self._note_death(death)
+                self.close()
+                self.start()
+
+    def _bring_up(self, on_replay: Callable[[int, int], None] = lambda done, total: None) -> int:
         self._first = first_step(self._run)
         steps = self._answers(self._send("next_step"), self._config.deadlines.step_s)
         if set(steps) != {self._first}:
@@ -104,32 +121,65 @@ class LearnerGroup:
 
         None for a voided step.
         """
+        def trained() -> StepRecord | None:
+            if step < self._first:  # it died between its record and its answer
+                return read_record(self._run, step) if self._run.record(step).exists() else None
+            self.send(step)
+            with self._sending:
+                calls = self._training = self._sent.pop(step)
+            return self._answers(calls, self._config.deadlines.step_s)[0]
+
+        return self._outlasting(trained)
+
+    def publish(self) -> WeightVersion:
+        """Make the version of the weights after the recorded steps, if it is not there yet."""
+        return self._outlasting(lambda: self.call("publish_current", deadline_s=self._config.deadlines.step_s))
+
+    def checkpoint(self) -> int:
+        """Save the state after the recorded steps; returns how many they are."""
+        begun = time.monotonic()
+        saved: int = self._outlasting(lambda: self.call("checkpoint", deadline_s=self._config.deadlines.step_s))
+        self.checkpoint_s = time.monotonic() - begun
+        return saved
+
+    def _outlasting(self, work: Callable[[], T]) -> T:
+        """What `work` asks of the group. One that dies under it is brought up again within its budget, and asked again.
+        """
         while True:
             try:
                 if not self._up:
                     self.close()
                     self.start()
-                    self.bring_up()
-                if step < self._first:  # it died between its record and its answer
-                    return read_record(self._run, step) if self._run.record(step).exists() else None
-                self.send(step)
-                with self._sending:
-                    calls = self._sent.pop(step)
-                return self._answers(calls, self._config.deadlines.step_s)[0]
+                    self._bring_up()
+                return work()
             except LearnerDead as death:
-                self._go_down()
-                self._restarts += 1
-                if self._restarts > self._config.failure.learner_restarts:
-                    raise FailureBudgetSpent(f"the learner died {self._restarts} times in this attempt "
-                                             f"(failure.learner_restarts = {self._config.failure.learner_restarts}); "
-                                             f"the last: {death}") from death
+                self._note_death(death)
 
-    def publish(self) -> WeightVersion:
-        """Make the version of the weights after the recorded steps, if it is not there yet."""
-        return self.call("publish_current", deadline_s=self._config.deadlines.step_s)
+    def _note_death(self, death: LearnerDead) -> None:
+        """Raises FailureBudgetSpent for one too many."""
+        self._go_down()
+        self._restarts += 1
+        if self._restarts > self._config.failure.learner_restarts:
+            raise FailureBudgetSpent(f"the learner died {self._restarts} times in this attempt "
+                                     f"(failure.learner_restarts = {self._config.failure.learner_restarts}); "
+                                     f"the last: {death}") from death
 
-    def checkpoint(self) -> int:
-        return self.call("checkpoint", deadline_s=self._config.deadlines.step_s)
+    def last_checkpoint(self, deadline_s: float) -> int:
+        """Before an end: let the steps finish that the ranks have been sent, then save; nothing more is sent.
+
+        Asks nobody meanwhile whether to go on. Raises DeadlinePassed where that does not fit into `deadline_s`, or what
+        the ranks raise.
+        """
+        begun = time.monotonic()
+        with self._sending:
+            up, self._up = self._up, False
+            calls = [*self._training, *(call for sent in self._sent.values() for call in sent)]
+        if not up or self.checkpoint_s > deadline_s:
+            raise DeadlinePassed(f"no time for a checkpoint: {deadline_s:.0f} s are left, the last one took "
+                                 f"{self.checkpoint_s:.0f} s" if up else "the learner is not up")
+        gather(calls, deadline_s, lambda: None)
+        left_s = deadline_s - (time.monotonic() - begun)
+        return gather(self._send("checkpoint"), left_s, lambda: None)[0]
 
     def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         """All ranks at once: a collective needs them all. Rank 0's answer; the first error wins, whichever rank's."""
@@ -161,9 +211,13 @@ class Claims:
     runs further ahead for it.
     """
 
-    def __init__(self, experience: Experience, config: Config, check: Callable[[], None]) -> None:
-        """`check` raises what shall end a wait from outside."""
-        self._experience, self._config, self._check = experience, config, check
+    def __init__(self, experience: Experience, config: Config, check: Callable[[], None],
+                 make_room: Callable[[int], int] | None = None) -> None:
+        """`check` raises what shall end a wait from outside. `make_room(steps)` frees bytes, behind so many trained
+        steps, and returns how many; None: a lack of disk ends the wait."""
+        self._experience, self._config, self._check, self._make_room = experience, config, check, make_room
+        if make_room is not None:
+            experience.makes_room = True
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="claims")
         self._ahead: tuple[int, Future[Claim | EndOfData]] | None = None
 
@@ -172,8 +226,12 @@ class Claims:
         self._check()  # before a claim made ahead: the pump may have failed since
         ahead, self._ahead = self._ahead, None
         claim = ahead[1] if ahead is not None and ahead[0] == step else self._submit(step)
-        while not wait([claim], LOOK_S).done:
-            self._check()
+        with waiting("the rollout side", f"a full claim of step {step}", self._config.deadlines.claim_s,
+                     lambda: self._experience.stall_report(step)):
+            while not wait([claim], LOOK_S).done:
+                self._check()
+                if self._make_room is not None and self._experience.short_of_room == step:
+                    self._experience.made_room(self._make_room(step))
         return claim.result()
 
     def _submit(self, step: int, more_s: float = 0.0) -> Future[Claim | EndOfData]:

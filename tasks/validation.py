@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from rl_core.errors import DeadlinePassed, DeadPart
 from rl_core.types import WeightVersion
 from rl_core.versions import pin, pinned_versions, read_versions, unpin
+from tasks.waiting import waiting
 
 if TYPE_CHECKING:
     from tasks.session import Session
@@ -75,9 +76,13 @@ def _submit(session: Session, version: WeightVersion) -> None:
 
 def _wait(session: Session, at_most: int) -> None:
     """Until no more validations than that are under way; each of them has its deadline."""
-    while len(session.validations_left) > at_most:
-        session.check()
-        time.sleep(LOOK_S)
+    if len(session.validations_left) <= at_most:
+        return
+    with waiting("validation/0", f"validations of steps {sorted(session.validations_left)}",
+                 session.config.deadlines.validation_s):
+        while len(session.validations_left) > at_most:
+            session.check()
+            time.sleep(LOOK_S)
 
 
 def validate_unfinished(session: Session) -> None:

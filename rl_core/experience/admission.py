@@ -3,7 +3,8 @@
     capacity = min( C_max - F,
                     B K (V + 1) - B k + E - (L + F),
                     B total_steps - (B k + L + F),
-                    floor((bytes_quota - reserve - landed_unretired_bytes) / g) - F )
+                    floor((bytes_quota - reserve - landed_unretired_bytes) / g) - F,
+                    floor((free bytes of the file system - reserve) / g) - F )
 
 No counter is carried: a restart computes the same number. Reverb's SampleToInsertRatio and AReaL's staleness manager
 are the relatives; theirs live in memory.
@@ -20,7 +21,7 @@ TERM_TEXT: dict[Term, str] = {
     "max_groups": "all groups that may be in flight are (rollout.max_groups)",
     "staleness": "rollouts are as far ahead as staleness.bound lets them: waiting for a claim or a weight swap",
     "total_steps": "all groups that the remaining steps need are leased or landed",
-    "disk": "storage.bytes_quota leaves no room for another group",
+    "disk": "storage.bytes_quota, or what is free of the file system, leaves no room for another group",
 }
 
 
@@ -52,6 +53,8 @@ class AdmissionState:
     """Bytes of all shards that are not retired."""
     group_bytes: int
     """g of `bytes_per_group`."""
+    free_bytes: int = 2**63 - 1
+    """Of the file system that holds the run directory; by default so many that they do not bind."""
 
 
 def terms(state: AdmissionState) -> dict[Term, int]:
@@ -62,7 +65,8 @@ def terms(state: AdmissionState) -> dict[Term, int]:
         "max_groups": state.max_groups - state.leased,
         "staleness": allowed - outstanding,
         "total_steps": B * state.total_steps - (B * state.step + outstanding),
-        "disk": (state.bytes_quota - state.reserve - state.landed_bytes) // max(1, state.group_bytes) - state.leased,
+        "disk": (min(state.bytes_quota - state.landed_bytes, state.free_bytes) - state.reserve)
+        // max(1, state.group_bytes) - state.leased,
     }
 
 

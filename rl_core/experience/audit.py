@@ -32,6 +32,9 @@ ENDED: Final = ("trained", "voided", "filtered", "poison", "given_up", "pending"
 ROW_STATES: Final = (
     "unverified", "claimed", "void", "dropped", "filtered", "duplicate", "fenced", "eligible", "quarantined")
 """`dropped` holds rows whose group has an outcome, too."""
+SHARD_STATES: Final = ("eligible", "claimed", "dropped", "duplicate", "quarantined", "unverified", "retired")
+"""A shard is what the first of these says that fits any of its rows: a row waits, is claimed (or its step void), has
+ended otherwise; all are duplicates. A retired one is not there any more."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +49,8 @@ class AuditReport:
     recorded: int
     """Steps with a record."""
     shards: int
+    """Retired ones included."""
+    shard_states: dict[str, int]
     violations: list[str] = field(default_factory=list[str])
 
     @property
@@ -68,7 +73,9 @@ def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = Non
     _check_revisions(run, facts)
     _check_tries(facts)
     _check_dropped(facts)
-    rows = _row_states(facts, claimed)
+    judged = _judged(facts, claimed)
+    rows = _row_states(facts, judged)
+    shard_states = _shard_states(facts, judged)
     state_of = _position_states(facts)
     nameless = _without_trace(state_of.keys(), n_prompts, epochs if facts.data_ended else None)
     positions = Counter(state_of.values())
@@ -82,8 +89,8 @@ def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = Non
     return AuditReport(
         positions={state: positions[state] for state in POSITION_STATES},
         rows={state: rows[state] for state in ROW_STATES}, frontier=(last[0], last[1] + 1), claims=len(facts.claims),
-        recorded=len(records), violations=facts.violations,
-        shards=len(facts.digests) + len(facts.unverified) + len(facts.quarantined))
+        recorded=len(records), violations=facts.violations, shards=sum(shard_states.values()),
+        shard_states={state: shard_states[state] for state in SHARD_STATES})
 
 
 # -- claims
@@ -118,7 +125,7 @@ def _check_group(claim: Claim, group: ClaimedGroup, key: str, row: Row | None, f
         return [f"claim {claim.step}: {group.group_id} is not in shard {key} row {group.row}"]
     if row.group_id != group.group_id or row.place != (group.dataset_epoch, group.position):
         return [f"claim {claim.step}: shard {key} row {group.row} holds {row.group_id}, not {group.group_id}"]
-    if claim.shard_digests.get(key) != facts.digests[key]:
+    if key not in facts.retired and claim.shard_digests.get(key) != facts.digests[key]:
         return [f"claim {claim.step}: the digest of shard {key} is not the one that was claimed"]
     return []
 
@@ -172,22 +179,41 @@ def _check_dropped(facts: Facts) -> None:
 # -- states
 
 
-def _row_states(facts: Facts, claimed: dict[str, tuple[str, int, int]]) -> Counter[str]:
-    states: Counter[str] = Counter(unverified=sum(facts.unverified.values()))
+def _row_states(facts: Facts, judged: list[tuple[Row, str]]) -> Counter[str]:
+    states = Counter(state for _, state in judged)
+    states["unverified"] = sum(facts.unverified.values())
     states["quarantined"] = sum(facts.quarantined.values())
+    return states
+
+
+def _shard_states(facts: Facts, judged: list[tuple[Row, str]]) -> Counter[str]:
+    of_rows: dict[str, set[str]] = defaultdict(set)
+    for row, state in judged:
+        of_rows[row.shard].add(state)
+    states = Counter(quarantined=len(facts.quarantined), unverified=len(facts.unverified), retired=len(facts.retired))
+    for shard, found in of_rows.items():
+        if shard not in facts.retired:
+            states["eligible" if "eligible" in found else "claimed" if found & {"claimed", "void"}
+                   else "duplicate" if found == {"duplicate"} else "dropped"] += 1
+    return states
+
+
+def _judged(facts: Facts, claimed: dict[str, tuple[str, int, int]]) -> list[tuple[Row, str]]:
+    """Every row with its state."""
+    states: list[tuple[Row, str]] = []
     judged: dict[str, Row] = {}
     for row in sorted(facts.rows, key=lambda r: (-r.idx_min, r.shard, r.row)):
         if row.group_id in claimed:
             shard, number, step = claimed[row.group_id]
             mine = (row.shard, row.row) == (shard, number)
-            states["duplicate" if not mine else "void" if step in facts.voided else "claimed"] += 1
+            states.append((row, "duplicate" if not mine else "void" if step in facts.voided else "claimed"))
         elif row.group_id in judged:
-            states["duplicate"] += 1
+            states.append((row, "duplicate"))
         else:
             judged[row.group_id] = row
             reason = facts.dropped.get(row.group_id)
             ended = "dropped" if row.group_id in facts.outcomes or reason else "eligible"
-            states[reason if reason in ("filtered", "fenced") else ended] += 1
+            states.append((row, reason if reason in ("filtered", "fenced") else ended))
     return states
 
 

@@ -17,6 +17,7 @@ from rl_core.experience.ledger import (
     read_claim,
     read_drops,
     read_end,
+    read_retired,
     voided_steps,
 )
 from rl_core.experience.outcomes import outcome_ids, read_outcome
@@ -26,6 +27,10 @@ from rl_core.types import Claim, Drop, Outcome
 
 Place = tuple[int, int]
 """(dataset epoch, position)."""
+
+
+Gone = dict[str, tuple[list[int], int]]
+"""Stream -> (its shards that are absent, the last one that was listed)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +59,8 @@ class Facts:
     """Shard -> digest, of the shards that verify."""
     unverified: dict[str, int] = field(default_factory=dict[str, int])
     """Shard that does not verify and is not in quarantine -> rows (at least)."""
+    retired: set[str] = field(default_factory=set[str])
+    """Shards that retention has removed; their rows are in `rows`, as claims and the ledger tell of them."""
     quarantined: dict[str, int] = field(default_factory=dict[str, int])
     outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
     dropped: dict[str, str] = field(default_factory=dict[str, str])
@@ -81,17 +88,48 @@ def read_facts(run: RunDir, consumer: str = CONSUMER) -> Facts:
     for path in files:
         _add_drops(facts, path.name, read_drops(path))
     facts.dropped_before = frozenset(facts.dropped)
-    _read_shards(run, facts)
+    gone = _read_shards(run, facts)
     facts.outcomes = {name: read_outcome(run, name) for name in outcome_ids(run)}
     for path in drop_files(run, consumer):
         if path not in files:
             _add_drops(facts, path.name, read_drops(path))
-    newer = len(facts.claims)
+    newer, meanwhile = len(facts.claims), set[str]()
     while not facts.violations and run.claim(newer, consumer).exists():
-        _add_drops(facts, f"claim {newer}", read_claim(run, newer, consumer).dropped)
+        claim = read_claim(run, newer, consumer)
+        _add_drops(facts, f"claim {newer}", claim.dropped)
+        meanwhile.update(group.group_id for group in claim.groups)
         newer += 1
+    _add_retired(run, facts, gone, meanwhile, consumer)
     facts.voided = set(voided_steps(run, consumer))
     return facts
+
+
+def _add_retired(run: RunDir, facts: Facts, gone: Gone, meanwhile: set[str], consumer: str) -> None:
+    """Shards that are not there though they were: retired, or a violation. Every row of a retired one is claimed
+    (`meanwhile`: by a claim that is newer than `facts`) or has ended."""
+    retired = read_retired(run, consumer)  # after the shards: it is written before they are removed
+    for stream, (seqs, last) in gone.items():
+        if lost := [seq for seq in seqs if (stream, seq) not in retired.shards]:
+            facts.violations.append(f"stream {stream}: shard {ranges(lost)} is gone, shard {last} is there")
+    there = facts.digests.keys() | facts.unverified.keys() | facts.quarantined.keys()
+    facts.retired = {key for shard in retired.shards if (key := shard_key(*shard)) not in there}
+    told: dict[tuple[str, int], Row] = {}
+    ended = facts.dropped.keys() | facts.outcomes.keys() | meanwhile
+    for claim in facts.claims:
+        for group in claim.groups:
+            ended.add(group.group_id)
+            if (key := shard_key(group.stream, group.seq)) in facts.retired:
+                told[key, group.row] = Row(group_id=group.group_id, place=(group.dataset_epoch, group.position),
+                                           idx_min=0, shard=key, row=group.row)
+    for row in retired.rows:
+        key = shard_key(row.stream, row.seq)
+        if key not in facts.retired or (key, row.row) in told:
+            continue
+        if row.group_id not in ended:
+            facts.violations.append(f"shard {key} was retired, but {row.group_id} in its row {row.row} waits")
+        told[key, row.row] = Row(group_id=row.group_id, place=(row.dataset_epoch, row.position), idx_min=row.idx_min,
+                                 shard=key, row=row.row)
+    facts.rows += told.values()
 
 
 def _read_claims(run: RunDir, facts: Facts, consumer: str) -> None:
@@ -110,17 +148,22 @@ def _add_drops(facts: Facts, where: str, drops: tuple[Drop, ...]) -> None:
         facts.dropped[drop.group_id] = drop.reason
 
 
-def _read_shards(run: RunDir, facts: Facts) -> None:
+def _read_shards(run: RunDir, facts: Facts) -> Gone:
+    missing: Gone = {}
     reports = [read_json(path) for path in sorted(run.quarantine.glob("*.json"))]
     bad = {shard_key(report["stream"], report["seq"]) for report in reports if "seq" in report}
     for stream in stream_names(run.streams):
         listed = [int(hit.group(1)) for name in stream_names(run.stream(stream)) if (hit := SHARD_NAME.fullmatch(name))]
         gone = [seq for seq in set(range(max(listed, default=0))).difference(listed)
                 if not run.shard(stream, seq).exists()]  # a listing may miss what lands meanwhile
-        if gone:
-            facts.violations.append(f"stream {stream}: shard {ranges(gone)} is gone, shard {max(listed)} is there")
         for seq in listed:
-            _read_shard(run, facts, stream, seq, quarantined=shard_key(stream, seq) in bad)
+            try:
+                _read_shard(run, facts, stream, seq, quarantined=shard_key(stream, seq) in bad)
+            except FileNotFoundError:  # retired meanwhile
+                gone.append(seq)
+        if gone:
+            missing[stream] = sorted(gone), max(listed)
+    return missing
 
 
 def _read_shard(run: RunDir, facts: Facts, stream: str, seq: int, *, quarantined: bool) -> None:

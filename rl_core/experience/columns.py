@@ -104,10 +104,17 @@ def column_digests(batch: pa.RecordBatch) -> dict[str, str]:
     The same before writing and after reading. Raises ShardCorrupt for a schema that is not a shard's, and where a
     buffer is shorter than its column.
     """
-    columns = batch.columns
-    plans = _plans_of(batch.schema, columns)
+    return _digests(batch, _plans_of(batch.schema, batch.columns))
+
+
+def plain_digests(batch: pa.RecordBatch) -> dict[str, str]:
+    """`column_digests` of a batch of any schema whose types a shard may have."""
+    return _digests(batch, tuple(_plan(column.type) for column in batch.columns))
+
+
+def _digests(batch: pa.RecordBatch, plans: tuple[Plan, ...]) -> dict[str, str]:
     digests: dict[str, str] = {}
-    for name, plan, column in zip(batch.schema.names, plans, columns, strict=True):
+    for name, plan, column in zip(batch.schema.names, plans, batch.columns, strict=True):
         assert column.offset == 0, "digests are of whole columns"
         state = xxhash.xxh3_64()
         _hash(state.update, plan, len(column), column.buffers(), 0)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ShardCorrupt
+from rl_core.experience.ledger import read_retired
 from rl_core.experience.shards import ShardInfo, map_shard, verify_shard
 from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
 from rl_core.types import Landed, ShardRef
@@ -43,16 +44,24 @@ def stream_names(directory: Path) -> list[str]:
 class Discovery:
     """Names of shards seen so far, and the bytes behind them."""
 
-    def __init__(self, run: RunDir, *, claimed_rows: dict[tuple[str, int], int] | None = None) -> None:
-        """`claimed_rows`: rows claimed so far by shard. A shard whose rows are all claimed is not read again."""
+    def __init__(self, run: RunDir, *, claimed_rows: dict[tuple[str, int], int] | None = None,
+                 retired: Iterable[tuple[str, int]] = ()) -> None:
+        """`claimed_rows`: rows claimed so far by shard. A shard whose rows are all claimed is not read again.
+        `retired`: shards that are not looked for."""
         self._run = run
         self._expected = run_digests(run)
         self._claimed_rows = claimed_rows or {}
         self._next: dict[str, int] = {}
         self._seen: dict[str, set[int]] = {}
+        for stream, seq in retired:
+            self._seen.setdefault(stream, set()).add(seq)
         self._foreign: set[str] = set()
+        self._sizes: dict[tuple[str, int], int] = {}
         self.landed_bytes = 0
-        """Of all shards, also quarantined ones."""
+        """Of all shards that are not retired, also quarantined ones."""
+        self.measured_bytes = 0
+        """Of the shards that `landed_groups` lie in. Both go on counting a shard that is retired: they say how large a
+        group is."""
         self.landed_groups = 0
         self.quarantined: dict[ShardRef, str] = {}
         """Shard -> what is wrong with it; those of earlier starts too."""
@@ -105,23 +114,36 @@ class Discovery:
         try:
             size = path.stat().st_size
             if ref in self.quarantined:
-                self.landed_bytes += size
+                self._count(ref, size)
                 return None
             if (rows := self._fully_claimed(ref, path)) is not None:
-                self.landed_bytes, self.landed_groups = self.landed_bytes + size, self.landed_groups + rows
+                self._count(ref, size, rows)
                 return None
             info = verify_shard(path)
             self._check_digests(path, info)
         except FileNotFoundError:
-            self._seen[ref.stream].discard(ref.seq)
-            self._next[ref.stream] = min(self._next.get(ref.stream, 0), ref.seq)
+            if (ref.stream, ref.seq) not in read_retired(self._run).shards:  # retired between listing and reading
+                self._seen[ref.stream].discard(ref.seq)
+                self._next[ref.stream] = min(self._next.get(ref.stream, 0), ref.seq)
             return None
         except ShardCorrupt as error:
             self._quarantine(ref, str(error))
-            self.landed_bytes += path.stat().st_size
+            self._count(ref, path.stat().st_size)
             return None
-        self.landed_bytes, self.landed_groups = self.landed_bytes + size, self.landed_groups + info.rows
+        self._count(ref, size, info.rows)
         return info
+
+    def _count(self, ref: ShardRef, size: int, rows: int = 0) -> None:
+        self._sizes[ref.stream, ref.seq] = size
+        self.landed_bytes += size
+        if rows:
+            self.measured_bytes, self.landed_groups = self.measured_bytes + size, self.landed_groups + rows
+
+    def retire(self, shards: Iterable[tuple[str, int]]) -> None:
+        """These shards were removed: their bytes count no longer, and they are not looked for again."""
+        for stream, seq in shards:
+            self._seen.setdefault(stream, set()).add(seq)
+            self.landed_bytes -= self._sizes.pop((stream, seq), 0)
 
     def _fully_claimed(self, ref: ShardRef, path: Path) -> int | None:
         """Rows of a shard that claims have used up: nothing in it can be claimed, so it is not verified again."""

@@ -11,16 +11,19 @@ Whoever changes something notifies `changed`; whoever waits, waits on it:
 
 from __future__ import annotations
 
+import logging
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from rl_core.config import Config
-from rl_core.errors import DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent, RunEnded
+from rl_core.errors import BrokenFile, DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent, RunEnded
 from rl_core.experience import admission
 from rl_core.experience.admission import AdmissionState
 from rl_core.experience.discovery import RESERVE_BYTES, Discovery, reserve_bytes
@@ -38,11 +41,14 @@ from rl_core.experience.ledger import (
     read_end,
 )
 from rl_core.experience.positions import Slot
+from rl_core.experience.retirement import Retirement, finish_retirement, retire
+from rl_core.experience.snapshots import put_snapshot
 from rl_core.experience.staleness import DROP_REASONS
 from rl_core.run_dir import RunDir, check_attempt, numbered
 from rl_core.types import Claim, Landed, Outcome, group_id, parse_group_id
 from rl_core.versions import read_versions
 
+LOG = logging.getLogger("headway.experience")
 POLL_S = 0.5
 """A claim that waits looks at its deadlines this often, and lists the streams itself while no pump does."""
 
@@ -53,8 +59,9 @@ class Experience:
     """Thread-safe. One per start of the run's owner."""
 
     def __init__(self, run: RunDir, config: Config, attempt: int, revision: int = 0, *, consumer: str = CONSUMER,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        """Reads the ledger and the outcomes; shards are found by the first `discover`.
+                 clock: Callable[[], float] = time.monotonic, goal: int | None = None) -> None:
+        """`goal`: usable groups that shall wait, of a start that trains nothing (`gather`); bound and steps do not stop
+        admission before. Reads the ledger and the outcomes; shards are found by the first `discover`.
 
         Raises BrokenFile where the ledger has a gap, ValueError for a policy that cannot work.
         """
@@ -63,7 +70,7 @@ class Experience:
         self.changed = threading.Condition(self.lock)
         self._known = Known(run, config, attempt, consumer=consumer, clock=clock)
         self.index, self.positions, self.leases = self._known.index, self._known.positions, self._known.leases
-        self.discovery = Discovery(run, claimed_rows=self._known.rows_by_shard)
+        self.discovery = Discovery(run, claimed_rows=self._known.rows_by_shard, retired=self._known.retired)
         self._clock = clock
         self._listing = threading.Lock()
         self._listed = False
@@ -72,7 +79,14 @@ class Experience:
         self._prompt_idx: Callable[[int, int], int] | None = None
         self._idx_of_version: dict[int, int] = {}
         self._hold: tuple[int, float] | None = None
+        self._goal = goal
         self._reserve = RESERVE_BYTES
+        self._free = shutil.disk_usage(run.root).free
+        self.makes_room = False
+        """Somebody makes room when `short_of_room` says so (`made_room`); without, a lack of disk ends the run."""
+        self.short_of_room: int | None = None
+        """The step whose claim waits for nothing but bytes on the disk."""
+        self._no_room_at: int | None = None
         self._sampled = (0.0, 0)
 
     @property
@@ -98,6 +112,10 @@ class Experience:
         """
         with self._listing:
             full = full or not self._listed
+            if not self._listed:
+                finish_retirement(self.run, self.consumer)
+            if not hints:
+                self._free = shutil.disk_usage(self.run.root).free
             with self.changed:
                 missing = [] if hints else self.leases.missing()
             found = self.discovery.new(hints, full=full)
@@ -140,9 +158,44 @@ class Experience:
                 self.discover()
             with self.changed:
                 if (claim := self.try_claim(step)) is not None:
-                    return claim
+                    answer = claim
+                    break
                 self.changed.wait(min(POLL_S, deadline_s - waited))
+        self._snapshot_if_due(answer)
         return answer
+
+    def _snapshot_if_due(self, answer: EndOrClaim) -> None:
+        """Every `retention.snapshot_every` claims; one that cannot be written costs the next start some time only."""
+        done = answer.step + 1
+        if isinstance(answer, EndOfData) or done != self.next_step or done % self.config.retention.snapshot_every:
+            return
+        try:
+            put_snapshot(self.run, done, attempt=self.attempt, consumer=self.consumer)
+        except (OSError, BrokenFile) as error:
+            LOG.warning("no snapshot below step %d: %s", done, error)
+
+    def retire(self, below: int) -> Retirement:
+        """Remove the shards that no step from `below` on needs. Raises what `retirement.retire` does."""
+        archive = self.config.retention.archive
+        gone = retire(self.run, below, attempt=self.attempt, consumer=self.consumer,
+                      archive=None if archive is None else Path(archive).expanduser())
+        if gone.shards:
+            with self._listing, self.changed:
+                self.discovery.retire(gone.shards)
+                self._free = shutil.disk_usage(self.run.root).free
+                self.changed.notify_all()
+        return gone
+
+    def made_room(self, freed: int) -> None:
+        """Somebody has answered `short_of_room`: so many bytes were freed. 0: the claim ends with DiskQuotaTooSmall."""
+        with self.changed:
+            self._no_room_at, self.short_of_room = self.short_of_room if freed == 0 else None, None
+            self.changed.notify_all()
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Snapshots that this start could not use, with the reason."""
+        return self._known.passed_over
 
     def poll(self, step: int, waited_s: float) -> EndOrClaim | None:
         """One look of a claim that has waited for `waited_s` so far: the claim, the end, or None = wait on."""
@@ -241,6 +294,29 @@ class Experience:
             self.changed.notify_all()
         return bool(late)
 
+    def gather(self, deadline_s: float, check: Callable[[], None]) -> int:
+        """Wait until the goal of usable groups waits, or the source has ended. Returns how many there are then.
+
+        Raises DeadlinePassed with the stall report `deadline_s` after the last one that was new, NothingToTrainOn, what
+        `fail` was given, and what `check` raises.
+        """
+        assert self._goal is not None
+        have, since = -1, self._clock()
+        while True:
+            check()
+            with self.changed:
+                if self._failure is not None:
+                    raise self._failure
+                if have < self.L:
+                    have, since = self.L, self._clock()
+                if have >= self._goal or self._source_ended():
+                    return self.L
+                self._known.health.check(self._unusable_text())
+                if self._clock() - since >= deadline_s:
+                    raise DeadlinePassed(f"rollout: no new group for {deadline_s:.0f} s (deadlines.claim_s). "
+                                         + self.stall_report())
+                self.changed.wait(POLL_S)
+
     # -- ends
 
     def fail(self, error: BaseException) -> None:
@@ -284,11 +360,16 @@ class Experience:
         if not self.leases.known or len(self.leases) or self._enough(step) or self.positions.exhausted:
             return
         state = self.admission(max(self.leases.served.values(), default=-1))
-        if admission.terms(state)["disk"] < 1 and not self._record_drops(step):
-            raise DiskQuotaTooSmall(
-                f"storage.bytes_quota is {state.bytes_quota}: {state.landed_bytes} bytes of shards and a reserve of "
-                f"{state.reserve} leave no room for a group of {state.group_bytes}, and {state.landed} of "
-                f"{state.groups_per_step} groups wait; raise storage.bytes_quota")
+        if admission.terms(state)["disk"] >= 1 or self._record_drops(step):
+            return
+        if self.makes_room and self._no_room_at != step:
+            self.short_of_room = step  # until `made_room`; the owner looks at it while it waits for this claim
+            return
+        raise DiskQuotaTooSmall(
+            f"storage.bytes_quota is {state.bytes_quota}: {state.landed_bytes} bytes of shards and a reserve of "
+            f"{state.reserve} leave no room for a group of {state.group_bytes}, and {state.landed} of "
+            f"{state.groups_per_step} groups wait; {state.free_bytes} bytes of the file system are free; no shard can "
+            "be retired; raise storage.bytes_quota, or make room")
 
     # -- rollout side
 
@@ -422,13 +503,17 @@ class Experience:
             group_size=config.group_size, max_prompt_tokens=config.data.max_prompt_tokens,
             max_new_tokens=config.sampling.max_new_tokens)
         with self.changed:
+            extra, total_steps = config.admission_extra, config.total_steps
+            if self._goal is not None:
+                extra = self._goal - config.groups_per_step * (config.publish_every * (served_idx + 1) - self.next_step)
+                total_steps = self.next_step + math.ceil(self._goal / config.groups_per_step)
             return AdmissionState(
-                groups_per_step=config.groups_per_step, publish_every=config.publish_every,
-                extra=config.admission_extra, total_steps=config.total_steps, max_groups=config.max_groups,
+                groups_per_step=config.groups_per_step, publish_every=config.publish_every, extra=extra,
+                total_steps=total_steps, max_groups=config.max_groups,
                 step=self.next_step, served_idx=served_idx, landed=self.L, leased=self.F,
                 bytes_quota=config.storage.bytes_quota, reserve=self._reserve, landed_bytes=found.landed_bytes,
-                group_bytes=admission.bytes_per_group(
-                    landed_groups=found.landed_groups, landed_bytes=found.landed_bytes, worst_case=worst,
+                free_bytes=self._free, group_bytes=admission.bytes_per_group(
+                    landed_groups=found.landed_groups, landed_bytes=found.measured_bytes, worst_case=worst,
                     groups_per_step=config.groups_per_step))
 
     def stall_report(self, step: int | None = None) -> str:

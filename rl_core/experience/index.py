@@ -157,6 +157,8 @@ class Index:
         self.waiting = no_rows()
         self.claimed = KeySet()
         self.ended = KeySet()
+        self.closed: set[int] = set()
+        """Dataset epochs whose every position is finished and whose keys were forgotten: none of their rows waits."""
         self._at: dict[int, int] = {}
         self._versions: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
 
@@ -171,6 +173,8 @@ class Index:
         self.shards.append(Shard(stream=info.ref.stream, seq=info.ref.seq, digest=info.shard_digest))
         rows = rows_of(info, shard)
         open_G = ~(self.claimed.contains(rows.key) | self.ended.contains(rows.key))
+        if self.closed:
+            open_G &= ~np.isin(rows.dataset_epoch, list(self.closed))
         worse: list[int] = []
         best: dict[int, int] = {}
         for i in np.flatnonzero(open_G).tolist():

@@ -17,13 +17,14 @@ from rl_core.errors import FailureBudgetSpent
 from rl_core.experience.health import Health
 from rl_core.experience.index import Index, group_key, group_keys
 from rl_core.experience.leases import LeaseBook
-from rl_core.experience.ledger import drop_files, read_claimed, read_drops
+from rl_core.experience.ledger import RetiredRow, read_retired
 from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
 from rl_core.experience.positions import Positions, Slot
 from rl_core.experience.shards import ShardInfo
+from rl_core.experience.snapshots import read_past
 from rl_core.experience.staleness import LEASED_AGAIN, STALE, judge, rule_of
 from rl_core.run_dir import RunDir
-from rl_core.types import Claim, Drop, Outcome, OutcomeKind, group_id
+from rl_core.types import Claim, Drop, Outcome, OutcomeKind, group_id, parse_group_id
 
 
 class Known:
@@ -42,17 +43,26 @@ class Known:
         """Groups that ended for good: their position is finished."""
         self._outcomes: set[str] = set()
         self._spent: FailureBudgetSpent | None = None
-        claimed = read_claimed(run, consumer)
-        self.next_step = claimed.steps
+        past, retired = read_past(run, consumer), read_retired(run, consumer)
+        self.next_step = past.claimed.steps
         """First step without a claim."""
-        self.rows_by_shard = claimed.rows_by_shard
+        self.rows_by_shard = past.claimed.rows_by_shard
         """Rows that were claimed before this start."""
-        self._note_claimed(claimed.groups_G4)
-        self._note_dropped(claimed.dropped)
-        for path in drop_files(run, consumer):
-            self._note_dropped(read_drops(path))
-        for name in outcome_ids(run):
-            self._note_outcome(read_outcome(run, name))
+        self.retired = retired.shards
+        """Shards that were retired before this start."""
+        self.passed_over = past.passed_over
+        """Snapshots that this start could not use, with the reason."""
+        for epoch, n_prompts in past.closed.items():
+            self.index.closed.add(epoch)
+            self.positions.close(epoch, n_prompts)
+        if past.closed:
+            self._outcomes.update(name for name in outcome_ids(run) if parse_group_id(name)[0] in past.closed)
+        self._note_claimed(past.claimed.groups_G4)
+        self._note_dropped(past.claimed.dropped)
+        for outcome in past.outcomes.values():
+            self._note_outcome(outcome)
+        for row in retired.rows:
+            self._note_retired(row)
 
     # -- facts
 
@@ -170,6 +180,15 @@ class Known:
             self.index.add_ended([key])
             self._note_ended(Slot(dataset_epoch=outcome.dataset_epoch, position=outcome.position,
                                   try_no=outcome.try_no), key)
+
+    def _note_retired(self, row: RetiredRow) -> None:
+        """The row of a dropped group whose shard is gone: it tells the position that was dropped. (Of a claimed group,
+        of a closed dataset epoch, or of a past that a fork has left behind, it tells nothing.)"""
+        key = group_key(row.group_id)
+        if key in self.index.ended and key not in self.index.claimed:
+            slot = Slot(dataset_epoch=row.dataset_epoch, position=row.position, try_no=parse_group_id(row.group_id)[2])
+            self.positions.known(slot)
+            self._note_ended(slot, key)
 
     def _note_ended(self, slot: Slot, key: int) -> None:
         if key in self._final:

@@ -6,6 +6,8 @@
     step-<k>.void.json   step k trains nothing (only while it has no record)
     drops-<k>-<i>.json   groups that no claim will take, judged while waiting for claim k
     end-<revision>.json  the source has ended, or the steps are done
+    retired-<R>-<i>.json shards that no step from R on needs; written before they are removed
+    snap-<k>.arrow       what a start needs of all claims below k (snapshots.py); can be made again from them
 
 This module reads and writes these files. What to claim is chosen by `index.py`; waiting is `experience.py`.
 Importable without torch.
@@ -146,16 +148,17 @@ class Claimed:
     dropped: tuple[Drop, ...]
 
 
-def read_claimed(run: RunDir, consumer: str = CONSUMER) -> Claimed:
-    """All claims at once, as the index needs them. Raises BrokenFile for a gap or a file that cannot be read.
+def read_claimed(run: RunDir, consumer: str = CONSUMER, *, first: int = 0, below: int | None = None) -> Claimed:
+    """The claims of steps first .. below - 1 (None: to the last) at once, as the index needs them; `steps` counts from
+    step 0 on. Raises BrokenFile for a gap or a file that cannot be read.
 
     Digests are not checked here: whoever trains a claim reads it by `read_claim`.
     """
     groups: list[NDArray[np.int64]] = [np.zeros((0, 4), np.int64)]
     rows: dict[tuple[str, int], int] = {}
     dropped: list[Drop] = []
-    steps = claimed_steps(run, consumer)
-    for step in steps:
+    steps = claimed_steps(run, consumer)[:below]
+    for step in steps[first:]:
         payload = read_json(run.claim(step, consumer))
         groups.append(np.array(payload["groups"], np.int64).reshape(-1, 4))
         for stream, seq, lo, hi in payload["segments"]:
@@ -220,6 +223,88 @@ def drop_files(run: RunDir, consumer: str = CONSUMER) -> list[Path]:
 def read_drops(path: Path) -> tuple[Drop, ...]:
     """The drops of one file of `drop_files`. Raises BrokenFile."""
     return tuple(_drop_from_json(entry) for entry in read_json(path)["dropped"])
+
+
+def drop_number(path: Path) -> tuple[int, int]:
+    """(step, i) of one file of `drop_files`."""
+    _, step, i = path.stem.split("-")
+    return int(step), int(i)
+
+
+# -- retired shards ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetiredRow:
+    """A row of a retired shard that claims alone do not tell of."""
+
+    group_id: str
+    dataset_epoch: int
+    position: int
+    idx_min: int
+    stream: str
+    seq: int
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retired:
+    """All that `retired-*.json` say."""
+
+    shards: frozenset[tuple[str, int]] = frozenset()
+    rows: tuple[RetiredRow, ...] = ()
+    """Every row of those shards that claims had not used up to the last row."""
+    below: int = 0
+    """No step from here on needs any of them."""
+
+
+def put_retired(run: RunDir, step: int, shards: Sequence[tuple[str, int]], rows: Sequence[RetiredRow], *, attempt: int,
+                consumer: str = CONSUMER) -> Path:
+    """Record, durably, that no step from `step` on needs these shards. Returns the file created.
+
+    Raises StaleAttempt if a newer attempt owns the run.
+    """
+    check_attempt(run, attempt)
+    taken = [int(path.stem.split("-")[2]) for k, path in numbered(run.ledger(consumer), r"retired-(\d{9})-\d{6}\.json")
+             if k == step]
+    i = max(taken, default=-1) + 1
+    payload = {"step": step, "attempt": attempt, "shards": _spans(shards),
+               "rows": [[r.group_id, r.dataset_epoch, r.position, r.idx_min, r.stream, r.seq, r.row] for r in rows],
+               "ts_us": time.time_ns() // 1000}
+    while not put_if_absent(run.retired(step, i, consumer), to_json(payload)):
+        check_attempt(run, attempt)
+        i += 1
+    return run.retired(step, i, consumer)
+
+
+def _spans(shards: Sequence[tuple[str, int]]) -> list[list[Any]]:
+    """`[("w", 3), ("w", 4), ("w", 7)]` -> `[["w", 3, 5], ["w", 7, 8]]`."""
+    spans: list[list[Any]] = []
+    for stream, seq in sorted(shards):
+        if spans and spans[-1][0] == stream and spans[-1][2] == seq:
+            spans[-1][2] = seq + 1
+        else:
+            spans.append([stream, seq, seq + 1])
+    return spans
+
+
+def retired_below(run: RunDir, consumer: str = CONSUMER) -> int:
+    """The largest R that shards were retired behind: steps from there on have all of theirs. By file names alone."""
+    return max((step for step, _ in numbered(run.ledger(consumer), r"retired-(\d{9})-\d{6}\.json")), default=0)
+
+
+def read_retired(run: RunDir, consumer: str = CONSUMER) -> Retired:
+    """Every shard that was retired, whether it is removed yet or not. Raises BrokenFile."""
+    shards: set[tuple[str, int]] = set()
+    rows: list[RetiredRow] = []
+    below = 0
+    for step, path in numbered(run.ledger(consumer), r"retired-(\d{9})-\d{6}\.json"):
+        payload, below = read_json(path), step
+        for stream, lo, hi in payload["shards"]:
+            shards.update((stream, seq) for seq in range(lo, hi))
+        rows += [RetiredRow(group_id=name, dataset_epoch=epoch, position=position, idx_min=idx_min, stream=stream,
+                            seq=seq, row=row) for name, epoch, position, idx_min, stream, seq, row in payload["rows"]]
+    return Retired(shards=frozenset(shards), rows=tuple(rows), below=below)
 
 
 # -- void and end ------------------------------------------------------------------------------------------------------

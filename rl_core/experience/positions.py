@@ -59,6 +59,10 @@ class Positions:
             for pair in zip(dataset_epoch.tolist(), position.tolist(), strict=True):
                 self._again.pop(pair, None)
 
+    def close(self, dataset_epoch: int, n_prompts: int) -> None:
+        """Every position of a dataset epoch is finished."""
+        self._column(Slot(dataset_epoch=dataset_epoch, position=n_prompts - 1, try_no=0))[:n_prompts] = FINISHED
+
     def finished(self, slot: Slot) -> None:
         """Trained, filtered, poison or given up."""
         self._column(slot)[slot.position] = FINISHED

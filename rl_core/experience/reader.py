@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ShardCorrupt
+from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ShardCorrupt, ShardRetired
 from rl_core.experience.columns import digest_of_digests
 from rl_core.experience.facts import ClaimFacts, starts_of
+from rl_core.experience.ledger import read_retired, retired_below
 from rl_core.experience.schema import TOKEN_DTYPES
 from rl_core.experience.staging import Staging
 from rl_core.experience.verify import digested_batch, shard_key
@@ -108,13 +109,30 @@ def _open(path: Path, claim: Claim, expected: str | None) -> pa.RecordBatch:
     return batch
 
 
+def retired_shards(run: RunDir, claim: Claim) -> frozenset[tuple[str, int]]:
+    """The shards of a claim that retention has removed."""
+    absent = [key for key in {(group.stream, group.seq) for group in claim.groups} if not run.shard(*key).exists()]
+    return read_retired(run, claim.consumer).shards.intersection(absent) if absent else frozenset()
+
+
+def ensure_not_retired(run: RunDir, claim: Claim) -> None:
+    """Raises ShardRetired where retention has removed a shard of the claim: the step cannot be trained again here."""
+    if gone := retired_shards(run, claim):
+        raise ShardRetired(f"claim of step {claim.step}: {run.shard(*min(gone))} was retired"
+                           + (f", and {len(gone) - 1} more" if len(gone) > 1 else "")
+                           + ": the step lies before the window that retention.replay keeps, and cannot be trained "
+                           f"again; steps from {retired_below(run, claim.consumer)} on can")
+
+
 def open_claim(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], NDArray[np.int64], NDArray[np.int64]]:
     """The mapped shards of a claim, verified again, and where its groups lie: (batches, shard of group, row of group).
 
-    Raises ClaimedShardCorrupt for a shard that is gone, has changed, or does not hold the claimed groups.
+    Raises ShardRetired for a shard that retention has removed, ClaimedShardCorrupt for one that is gone, has changed,
+    or does not hold the claimed groups.
     """
     keys = sorted({(group.stream, group.seq) for group in claim.groups})
     place = {key: i for i, key in enumerate(keys)}
+    ensure_not_retired(run, claim)
     batches = [_open(run.shard(*key), claim, claim.shard_digests.get(shard_key(*key))) for key in keys]
     ids: list[list[str]] = [batch.column("group_id").to_pylist() for batch in batches]
     shard_G = [place[group.stream, group.seq] for group in claim.groups]

@@ -12,17 +12,14 @@ State is a fold over the claims: `restore` takes the newest whole checkpoint n, 
 from __future__ import annotations
 
 import logging
-import math
-import os
 import queue
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,38 +28,20 @@ from rl_core.checkpoint import CheckpointState, newest_whole, sweep_aside, write
 from rl_core.config import Config
 from rl_core.env_digest import environment
 from rl_core.errors import BrokenFile, WeightsDamaged
-from rl_core.experience.ledger import claim_digest, claimed_steps, read_claim
-from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
-from rl_core.learner import batch as stages
+from rl_core.experience.ledger import claim_digest, claimed_steps
+from rl_core.experience.reader import Staging
 from rl_core.learner.flops import claim_places, measured_peak, step_flops
-from rl_core.learner.ranks import Ranks
-from rl_core.learner.state import TrainState
-from rl_core.learner.step import StepPlan, StepResult, check_combination, training_step
-from rl_core.learner.step_metrics import (
-    FIRST_STEPS,
-    TokenFacts,
-    by_source,
-    experience_metrics,
-    mismatch_bound,
-    part_means,
-    token_metrics,
-    update_metrics,
-)
-from rl_core.metrics import IntervalLedger, part_metrics, utilization
-from rl_core.records import put_record, read_record, recorded_steps
-from rl_core.revisions import config_of, trained_by
+from rl_core.learner.fold import Fold, Read, Trained, changed_for_engines, make_deterministic
+from rl_core.learner.ranks import Ranks, named_collectives
+from rl_core.learner.step import check_combination
+from rl_core.learner.step_metrics import FIRST_STEPS, by_source, part_means
+from rl_core.metrics import IntervalLedger, utilization
+from rl_core.records import put_record, recorded_steps
+from rl_core.revisions import config_of
 from rl_core.run_dir import RunDir, check_attempt, newest_attempt
-from rl_core.schedules import is_scheduled_publication, last_scheduled, learning_rate
-from rl_core.types import Claim, StepRecord, WeightVersion
-from rl_core.weights import (
-    WEIGHTS_FILE,
-    changed_share,
-    digest_tensors,
-    learn_versions,
-    make_weights_root,
-    publish,
-    read_tensors,
-)
+from rl_core.schedules import is_scheduled_publication, last_scheduled
+from rl_core.types import StepRecord, WeightVersion
+from rl_core.weights import WEIGHTS_FILE, digest_tensors, make_weights_root, publish, read_tensors
 
 LOG = logging.getLogger("headway.learner")
 NAN = float("nan")
@@ -77,26 +56,6 @@ class Scheduled:
     step: int
     digest: str
     tensors: dict[str, Tensor] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A claim and this rank's rows of it, which lie in buffers that are reused when the step is over."""
-
-    claim: Claim
-    rows: ClaimRows
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What one step computed, before anything of it is written."""
-
-    claim: Claim
-    rows: ClaimRows
-    result: StepResult
-    facts: TokenFacts
-    config: Config
-    seconds: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,29 +81,20 @@ class Learner:
     def __init__(self, *, root: str, config: Config, attempt: int, rank: int, ranks: int, rendezvous: str,
                  revision: int = 0) -> None:
         check_combination(config.learner)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums on CUDA; read at its start
-        torch.use_deterministic_algorithms(True)
-        cast(Any, torch.utils).deterministic.fill_uninitialized_memory = False  # none is read before it is written
+        make_deterministic()
         self._run = RunDir(Path(root))
         self._config, self._attempt = config, attempt
-        self._configs = {revision: config}
-        self._revisions: dict[int, int] = {}
-        """Config revision by claimed step, as far as they were asked for."""
         device = torch.device(config.learner.device, rank % max(1, torch.cuda.device_count())
                               ) if config.learner.device == "cuda" else torch.device("cpu")
         self._ranks = Ranks(rank=rank, ranks=ranks, rendezvous=rendezvous, device=device,
                             deadline_s=config.deadlines.collective_s, barrier_s=config.deadlines.step_s)
+        self._fold = Fold(self._run, config, self._ranks, revision=revision)
         self._lock = threading.Condition(threading.Lock())
         self._stagings: queue.SimpleQueue[Staging] = queue.SimpleQueue()
         """Those that no step has in use: one is read into while another one is trained from."""
-        self._versions: dict[int, WeightVersion] = {}
-        self._first_mismatch: dict[int, float] = {}
         self._ledger = IntervalLedger()
         self._reading, self._read_at = self._ledger.seconds(), time.monotonic()
-        self._updated_s = NAN
-        """When the step before made its last update: the next step's `since_update` counts from here to its forward."""
         self._busy_since: float | None = None
-        self._state: TrainState | None = None
         self._next = -1
         self._revision = 0
         self._scheduled = Scheduled(-1, "", None)
@@ -213,7 +163,7 @@ class Learner:
     def checkpoint(self, attempt: int | None = None) -> int:
         """Write checkpoint n aside, manifest last; returns n, the number of steps behind it."""
         with self._owned(attempt), self._ledger.during("paused"):
-            state = self._loaded()
+            state = self._fold.state
             weights, optimizer = self._weights(), state.optimizer_tensors()
             if self._ranks.rank == 0:
                 write_checkpoint(
@@ -237,7 +187,7 @@ class Learner:
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Full parameters and optimizer state by name (a collective); copies."""
         return ({name: tensor.cpu().clone() for name, tensor in self._weights().items()},
-                {name: tensor.cpu().clone() for name, tensor in self._loaded().optimizer_tensors().items()})
+                {name: tensor.cpu().clone() for name, tensor in self._fold.state.optimizer_tensors().items()})
 
     def close(self) -> None:
         self._ranks.close()
@@ -258,20 +208,15 @@ class Learner:
         if self._busy_since is None or step <= self._next:
             return None
         try:
-            return self._read(step, dict(self._versions), staging)
+            return self._fold.read(step, staging, dict(self._fold.versions))
         except (BrokenFile, OSError):
             return None
-
-    def _read(self, step: int, versions: dict[int, WeightVersion], staging: Staging) -> Read:
-        claim = read_claim(self._run, step)
-        return Read(claim, read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
-                                           versions=learn_versions(self._run, versions), staging=staging))
 
     def _train(self, step: int, staging: Staging, ahead: Read | None) -> StepRecord | None:
         begin = time.monotonic()
         replayed = self._run.record(step).exists()
         voided = self._run.void(step).exists()
-        trained = None if voided else self._compute(step, staging, ahead)
+        trained = None if voided else self._fold.compute(step, staging, ahead)
         before_publication = time.monotonic()
         after = self._after(step, write=not replayed)
         self._next = step + 1
@@ -288,79 +233,17 @@ class Learner:
             published=after.published, revision=claim.revision, seconds=seconds, ts_us=time.time_ns() // 1000,
             by_source=by_source(trained.rows), parts=part_means(trained.rows)))
         if step < FIRST_STEPS:
-            self._first_mismatch[step] = record.metrics["train/mismatch_current_abs"]
+            self._fold.first_mismatch[step] = record.metrics["train/mismatch_current_abs"]
         return record
 
     def fold(self, until: int) -> str:
         """Digest of the weights behind steps 0 .. until - 1, from the initial model, writing nothing."""
         torch.set_num_threads(self._config.learner.threads)  # sums of another number of threads have other bits
-        self._state, self._next, staging = TrainState(self._run.model, self._config, self._ranks), 0, Staging()
+        self._next, staging = self._fold.load(None), Staging()
         for step in range(until):
             if not self._run.void(step).exists():
-                self._compute(step, staging)
+                self._fold.compute(step, staging)
         return digest_tensors(self._weights().items())
-
-    def _compute(self, step: int, staging: Staging, ahead: Read | None = None) -> Trained:
-        """Read the claim, unless it was read ahead, and update the state with it. Writes nothing: state is the fold of
-        this over the claims."""
-        state, begin = self._loaded(), time.monotonic()
-        taken = ahead or self._read(step, self._versions, staging)
-        claim, rows = taken.claim, taken.rows
-        config = self._config_of(claim.revision)
-        read = time.monotonic()
-        batch = stages.assemble(rows)
-        facts = self._stages(batch, claim, config, int(rows.idx_min_G.min(initial=claim.idx)))
-        built = time.monotonic()
-        result = training_step(state.policy, state.optimizer, self._ranks, batch, self._plan(claim, config))
-        state.skipped_in_a_row = result.skipped_in_a_row
-        seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built,
-                   "since_update": result.first_forward_s - self._updated_s}
-        self._updated_s = result.updated_s
-        return Trained(claim, rows, result, facts, config, seconds)
-
-    def _config_of(self, revision: int) -> Config:
-        """What a step whose claim was made under this revision is trained by."""
-        if revision not in self._configs:
-            self._configs[revision] = trained_by(config_of(self._run, revision), self._config)
-        return self._configs[revision]
-
-    def _updates_per_step(self, claim: Claim, oldest_idx: int) -> int | list[int]:
-        """Optimizer updates of every step before the claim's, or of each of them, newest first, back to the one behind
-        publication `oldest_idx`: steps of another revision may have made more or fewer."""
-        if claim.revision == 0:  # revisions never fall: all before are of revision 0, too
-            return self._config_of(0).updates_per_step
-        made: list[int] = []
-        for step in range(claim.step - 1, oldest_idx * self._config.publish_every - 1, -1):
-            if step not in self._revisions:
-                self._revisions[step] = read_claim(self._run, step).revision
-            made.append(self._config_of(self._revisions[step]).updates_per_step)
-        return made
-
-    def _plan(self, claim: Claim, config: Config) -> StepPlan:
-        return StepPlan(step=claim.step, idx=claim.idx, learning_rate=learning_rate(claim.step, config),
-                        groups=len(claim.groups), minibatch_groups=config.minibatch_groups,
-                        max_new_tokens=config.sampling.max_new_tokens, learner=config.learner,
-                        skipped_in_a_row=self._loaded().skipped_in_a_row,
-                        max_skipped=config.failure.max_skipped_updates)
-
-    def _stages(self, batch: Any, claim: Claim, config: Config, oldest_idx: int) -> TokenFacts:
-        """Masks and advantages, in place; returns what all ranks saw."""
-        stages.mark_tokens(batch, step=claim.step, publish_every=config.publish_every,
-                           updates_per_step=self._updates_per_step(claim, oldest_idx))
-        sampled_T = stages.column(batch, "loss_mask")
-        lag_T = stages.column(batch, "lag")[sampled_T]
-        swapped_M = torch.segment_reduce(stages.column(batch, "swapped").float(), "max",
-                                         lengths=stages.column(batch, "cu_seqlens").diff())
-        masked = 0
-        if claim.policy == "mask":
-            masked = stages.mask_by_age(batch, idx=claim.idx, limit=math.ceil(Decimal(claim.eta)))
-        stages.mask_truncated(batch, config.learner.loss.truncated)
-        stages.add_advantages(batch, config.learner.advantage)
-        sampled, masked_all, lag, mixed, loss = self._ranks.sum([
-            float(sampled_T.sum()), float(masked), float(lag_T.sum()), float(swapped_M.sum()),
-            float(stages.column(batch, "loss_mask").sum())])
-        [lag_max] = self._ranks.max([float(lag_T.max()) if len(lag_T) else 0.0])
-        return TokenFacts(sampled=sampled, masked_by_age=masked_all, lag=lag, lag_max=lag_max, mixed=mixed, loss=loss)
 
     def _after(self, step: int, *, write: bool) -> After:
         """Digest of the new weights; where a publication is scheduled, make it (unless `write` is False)."""
@@ -381,13 +264,9 @@ class Learner:
         now, at = self._ledger.seconds(), time.monotonic()
         before, since = self._reading, at - self._read_at
         self._reading, self._read_at = now, at
-        rows, learner = trained.rows, trained.config.learner
-        engine_dtype = self._config.rollout.engine.dtype
-        bound = mismatch_bound(self._first_mismatch, float32=learner.dtype == engine_dtype == "float32")
+        rows = trained.rows
         return {
-            **experience_metrics(rows, trained.claim), **token_metrics(trained.facts, len(rows.reward_N)),
-            **update_metrics(trained.result, learning_rate(trained.claim.step, trained.config), bound),
-            **utilization("learner", before, now), **part_metrics(part_means(rows)), "weights/changed": changed,
+            **self._fold.metrics(trained, changed), **utilization("learner", before, now),
             "system/step_s": step_s, "system/waiting_s": now["waiting"] - before["waiting"],
             "system/proximal_s": trained.result.proximal_s,
             "system/update_s": trained.result.updated_s - trained.result.first_forward_s - trained.result.proximal_s,
@@ -396,7 +275,7 @@ class Learner:
 
     def _mfu(self, trained: Trained) -> float:
         """Share of the ranks' peak that the model FLOPs of this step's passes are; NaN where one is unknown."""
-        size, result, learner = self._loaded().size, trained.result, trained.config.learner
+        size, result, learner = self._fold.state.size, trained.result, trained.config.learner
         if size is None or result.updates == 0:
             return NAN
         peak = measured_peak(self._ranks.device.type, learner.dtype, learner.threads) \
@@ -412,31 +291,24 @@ class Learner:
         running step is published and recorded in its name."""
         check_attempt(self._run, self._attempt if attempt is None else attempt)
         self._attempt = max(self._attempt, attempt or 0)
-        with self._lock:
+        with self._lock, named_collectives(self._ranks.rank):
             torch.set_num_threads(self._config.learner.threads)
             yield
 
     def _load(self) -> None:
         saved = newest_whole(self._run)
+        self._next = self._fold.load(saved)
         if saved is None:
-            self._state, self._next, self._revision = TrainState(self._run.model, self._config, self._ranks), 0, 0
+            self._revision = 0
             self._schedule(0, None, self._weights())
         else:
-            self._state = TrainState(self._run.model, self._config, self._ranks, saved.parameters, saved.optimizer)
-            self._state.skipped_in_a_row = saved.state.skipped_in_a_row
-            self._next, self._revision = saved.state.n, saved.state.revision
+            self._revision = saved.state.revision
             self._schedule(saved.state.version_step, saved.state.version_digest, saved.version)
         assert self._scheduled.step == last_scheduled(self._next, self._config)
-        for step in recorded_steps(self._run)[:FIRST_STEPS]:
-            self._first_mismatch[step] = read_record(self._run, step).metrics.get("train/mismatch_current_abs", NAN)
-
-    def _loaded(self) -> TrainState:
-        assert self._state is not None, "learner: restore() comes before anything else"
-        return self._state
 
     def _weights(self) -> dict[str, Tensor]:
         """Full parameters by name (a collective); on one rank they are the policy's own memory."""
-        return self._loaded().weights()
+        return self._fold.state.weights()
 
     def _schedule(self, step: int, digest: str | None, weights: dict[str, Tensor]) -> None:
         """Remember the last scheduled publication. Its bytes are kept only where the learner moves on before the next
@@ -451,9 +323,11 @@ class Learner:
     def _publish(self, weights: dict[str, Tensor]) -> WeightVersion:
         """Make `weights` the version of the last scheduled publication. Rank 0 alone."""
         step = self._scheduled.step
-        version = publish(self._run, weights, step, self._config.idx(step), self._attempt, self._config, self._versions)
-        self._versions[version.v] = version
-        others = [other.v for other in self._versions.values() if other.step == step and other.digest != version.digest]
+        version = publish(self._run, weights, step, self._config.idx(step), self._attempt, self._config,
+                          self._fold.versions)
+        self._fold.versions[version.v] = version
+        others = [other.v for other in self._fold.versions.values()
+                  if other.step == step and other.digest != version.digest]
         if others:
             LOG.warning("weights behind step %d diverge: version %d has digest %s, unlike versions %s of the same step",
                         step, version.v, version.digest, others)
@@ -461,14 +335,13 @@ class Learner:
 
     def _changed(self, before: Scheduled, weights: dict[str, Tensor]) -> float:
         """Share of values that differ from the publication before, in the engine's dtype; NaN if its bytes are gone."""
-        known = [version.v for version in self._versions.values()
+        known = [version.v for version in self._fold.versions.values()
                  if (version.step, version.digest) == (before.step, before.digest)]
         tensors = before.tensors
         if tensors is None and known:
             with suppress(WeightsDamaged):
                 tensors = read_tensors(self._run.weights(known[-1]) / WEIGHTS_FILE)
-        dtype = torch.bfloat16 if self._config.rollout.engine.dtype == "bfloat16" else torch.float32
-        return NAN if tensors is None else changed_share(tensors, {k: w.cpu() for k, w in weights.items()}, dtype)
+        return NAN if tensors is None else changed_for_engines(tensors, weights, self._config)
 
 
 def fold_claims(root: str, config: Config | None = None, steps: int | None = None) -> str:

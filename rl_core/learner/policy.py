@@ -42,7 +42,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, *, logits_chunk: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
-        self._chunk = logits_chunk
+        self.logits_chunk = logits_chunk
         self.dtype = dtype
 
     def forward(self, inputs: PackInputs, *, entropy_gradient: bool = False) -> TokenLogprobs:
@@ -54,7 +54,7 @@ class Policy(nn.Module):
                 input_ids=inputs.input_ids_P[None], position_ids=inputs.position_ids_P[None], attention_mask=None,
                 use_cache=False, headway_rows=inputs.rows).last_hidden_state[0]
             return head_logprobs(hidden_PH[inputs.predictor_S], model.get_output_embeddings(), inputs.target_ids_S,
-                                 inputs.temperature_S, chunk=self._chunk, entropy_gradient=entropy_gradient)
+                                 inputs.temperature_S, chunk=self.logits_chunk, entropy_gradient=entropy_gradient)
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters by Hugging Face name, tied ones once; sharded ones as they are."""

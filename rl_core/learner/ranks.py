@@ -6,7 +6,8 @@ count: `loss_scale` undoes it where it happens, before the gradient is clipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import urlparse
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rl_core.errors import CollectiveFailed
 from rl_core.learner.policy import Policy
 
 
@@ -86,6 +88,22 @@ class Ranks:
     def close(self) -> None:
         if self.ranks > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def named_collectives(rank: int) -> Generator[None, None, None]:
+    """What a collective inside raises about a peer that is gone or too late is raised as CollectiveFailed.
+
+    torch has a class for it with nccl only; gloo's is a RuntimeError that names the place in gloo's source.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise CollectiveFailed(f"rank {rank}: a collective ended without one of the other ranks, which is gone or did "
+                               "not come within deadlines.collective_s (at a barrier: deadlines.step_s): "
+                               f"{str(error).strip().splitlines()[0]}") from error
 
 
 def to_list(values: Tensor) -> list[float]:

@@ -28,8 +28,7 @@ class TrainState:
                  optimizer: Mapping[str, Tensor] | None = None) -> None:
         """The model of `directory`, with the values of a checkpoint over it if given."""
         learner = config.learner
-        dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
-        self.policy: Policy = load_policy(directory, logits_chunk=learner.logits_chunk, dtype=dtype,
+        self.policy: Policy = load_policy(directory, logits_chunk=learner.logits_chunk, dtype=_dtype(learner),
                                           device=ranks.device)
         self.size = model_size(self.policy.model)
         """None where model FLOPs cannot be counted."""
@@ -40,6 +39,10 @@ class TrainState:
         if optimizer is not None:
             self._load_optimizer(optimizer)
         self.skipped_in_a_row = 0
+
+    def compute_as(self, learner: LearnerConfig) -> None:
+        """Compute in the dtype and chunks of these settings from now on. Parameters and sums are float32 anyway."""
+        self.policy.dtype, self.policy.logits_chunk = _dtype(learner), learner.logits_chunk
 
     def weights(self) -> dict[str, Tensor]:
         """Full parameters by name; on one rank they are the policy's own memory, so use them before the next update."""
@@ -67,6 +70,10 @@ class TrainState:
                 state: dict[str, Any] = {COUNT: values[f"{COUNT}/{name}"].clone().to(parameter.device)}
                 state |= {key: like(parameter, values[f"{key}/{name}"]).clone() for key in MOMENTS}
                 self.optimizer.state[parameter] = state
+
+
+def _dtype(learner: LearnerConfig) -> torch.dtype:
+    return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
 
 
 def make_optimizer(policy: Policy, learner: LearnerConfig) -> torch.optim.AdamW:

@@ -44,6 +44,11 @@ def mean(values: NDArray[Any]) -> float:
     return float(values.mean(dtype=np.float64)) if len(values) else NAN
 
 
+def p95(values: NDArray[Any]) -> float:
+    """95th percentile, between two values by how far it lies; NaN of nothing."""
+    return float(np.percentile(values, 95)) if len(values) else NAN
+
+
 def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
     """Rewards, lengths and ages of the claim. What is right: rl_core/correctness.py.
 
@@ -64,10 +69,11 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
         "reward/mean": mean(reward_N), "reward/std": float(reward_N.std()),
         "reward/correct": mean(known_N[np.isfinite(known_N)]) if whole else NAN,
         "reward/no_spread_right": mean(flat_G & right_G), "reward/no_spread_wrong": mean(flat_G & wrong_G),
-        "rollout/length_mean": mean(length_N), "rollout/length_p95": float(np.percentile(length_N, 95)),
+        "rollout/length_mean": mean(length_N), "rollout/length_p95": p95(length_N),
         "rollout/length_right": mean(length_N[right_N]), "rollout/length_wrong": mean(length_N[wrong_N]),
+        "rollout/right_length_p95": p95(length_N[right_N]), "rollout/wrong_length_p95": p95(length_N[wrong_N]),
         "rollout/truncated": mean(rows.finish_N == 1), "rollout/partial": mean(rows.n_responses_G < rows.n_expected_G),
-        "staleness/mean": mean(age_G), "staleness/p95": float(np.percentile(age_G, 95)),
+        "staleness/mean": mean(age_G), "staleness/p95": p95(age_G),
         "staleness/max": float(age_G.max()),
         "staleness/dropped_groups": float(len(claim.dropped)),
         "staleness/dropped_tokens": float(sum(drop.n_tokens for drop in claim.dropped)),

@@ -459,7 +459,7 @@ class Pump:
     def snapshot(self) -> dict[str, Any]:
         """Now: `in_flight` F, `landed` L, `step` (next unclaimed), `capacity` of the worker with the newest weights and
         its `binding` term, `restarts`, `tokens_per_s`, and `workers`: by name `served_idx`, `in_flight`, `running`,
-        `alive`, `tokens_per_s`, `tokens_generated`, `tokens_wasted`, `seconds` (interval ledger)."""
+        `alive`, `oldest_lease_s`, `tokens_per_s`, `tokens_generated`, `tokens_wasted`, `seconds` (interval ledger)."""
         with self._changed:
             book = self._experience.leases
             state = self._experience.admission(max(book.served.values(), default=-1))
@@ -475,8 +475,11 @@ class Pump:
         if len(worker.rate) > 1 and worker.rate[-1][0] > worker.rate[0][0]:
             (t0, n0), (t1, n1) = worker.rate[0], worker.rate[-1]
             rate = (n1 - n0) / (t1 - t0)
+        leases = self._experience.leases.of(worker.name)
+        sent = [lease.sent_at for lease in leases if lease.sent_at is not None]
         return {"alive": worker.alive, "served_idx": -1 if worker.served is None else worker.served.idx,
-                "in_flight": len(self._experience.leases.of(worker.name)), "tokens_per_s": rate,
+                "in_flight": len(leases), "oldest_lease_s": self._clock() - min(sent) if sent else 0.0,
+                "tokens_per_s": rate,
                 "running": 0 if status is None else status.running,
                 "tokens_generated": 0 if status is None else status.tokens_generated,
                 "tokens_wasted": 0 if status is None else status.tokens_wasted,

@@ -6,6 +6,8 @@ import os
 import subprocess
 import time
 
+from rl_core.errors import CollectiveFailed
+
 
 class Counter:
     """Counts; can fail, hang, die and have a child process, as real roles do."""
@@ -33,6 +35,10 @@ class Counter:
 
     def fail(self, message: str) -> None:
         raise KeyError(message)
+
+    def lose_peer(self, after_s: float) -> None:
+        time.sleep(after_s)
+        raise CollectiveFailed("rank 0: a collective ended without one of the other ranks")
 
     def sleep(self, seconds: float) -> float:
         time.sleep(seconds)

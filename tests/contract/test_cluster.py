@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from rl_core.config import DeadlineConfig
-from rl_core.errors import DeadlinePassed, DeadPart, LearnerDead, StaleAttempt, WorkerDead
+from rl_core.errors import CollectiveFailed, DeadlinePassed, DeadPart, LearnerDead, StaleAttempt, WorkerDead
 from rl_core.types import Lease, Prompt, Sampling, WeightVersion
 from tasks import cluster, keeper, services
 from tasks.cluster import ActorSpec, Handle
@@ -187,6 +188,20 @@ def test_a_busy_actor_still_hears_its_owner_and_a_silent_owner_ends_it(connected
         handle.kill()
 
 
+def test_actors_that_a_later_start_has_no_use_for_are_ended(connected: services.Services) -> None:
+    kept, spare = cluster.start_all([spec("rollout", 10), spec("rollout", 11)])
+    other = cluster.start_or_adopt(replace(spec("rollout", 11), run_uuid="run2"))
+    try:
+        listed = [(actor["actor"], actor["pid"]) for actor in cluster.actors()]
+        assert {("rollout/10", kept.identity.pid), ("rollout/11", spare.identity.pid)} <= set(listed)
+        assert cluster.end_unwanted("run", {"run/rollout/10"}) == ["run/rollout/11"]
+        assert gone(spare, 0.0) and not gone(kept, 0.0) and not gone(other, 0.0)
+        assert cluster.end_unwanted("run", {"run/rollout/10"}) == []
+    finally:
+        kept.kill()
+        other.kill()
+
+
 def test_a_pool_starts_together_restarts_one_and_ends_all(connected: services.Services) -> None:
     pool = cluster.RemotePool([spec(rank=10 + i) for i in range(3)], call_s=10.0, swap_s=10.0)
     links = pool.links()
@@ -302,6 +317,35 @@ def test_of_calls_sent_together_the_first_to_fail_raises_whichever_it_is(connect
             cluster.gather([two.call_async("sleep", 2.0)], 60, raise_pump)
         with pytest.raises(LearnerDead, match=r"learner/7"):  # what the peer says of it is no cause
             cluster.gather([one.call_async("fail", "peer"), two.call_async("die")], 60)
+    finally:
+        one.kill()
+        two.kill()
+
+
+def test_an_actor_that_is_stopped_is_named_at_the_deadline_and_can_be_ended(counter: Handle) -> None:
+    """SIGSTOP: the process is there, and answers nobody."""
+    os.kill(counter.identity.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    told = rf"worker/0 \(pid {counter.identity.pid}\): `add` gave no answer in 0.8 s"
+    with pytest.raises(DeadlinePassed, match=told):
+        counter.call("add", 1, deadline_s=0.8)
+    assert time.monotonic() - begun < 2
+    counter.kill()
+    assert gone(counter, 0.0) and time.monotonic() - begun < 8
+
+
+def test_a_rank_that_leaves_a_collective_is_named(connected: services.Services) -> None:
+    one, two = cluster.start_all([spec("learner", 8), spec("learner", 9)])
+    try:
+        os.kill(two.identity.pid, signal.SIGSTOP)
+        who = f"learner/9 (pid {two.identity.pid})"
+        stopped = re.escape(f"{who} left the collective of `sleep` and says nothing; rank 0")
+        with pytest.raises(LearnerDead, match=stopped) as caught:
+            cluster.gather([one.call_async("lose_peer", 0.2), two.call_async("sleep", 0.0)], 60)
+        assert type(caught.value) is CollectiveFailed, "the learner group starts again"
+        os.kill(two.identity.pid, signal.SIGCONT)
+        with pytest.raises(LearnerDead, match=r"learner/9 .* is dead, asked for `die`"):
+            cluster.gather([one.call_async("lose_peer", 0.0), two.call_async("die")], 60)
     finally:
         one.kill()
         two.kill()

@@ -95,6 +95,19 @@ def test_audit_holds_and_inspect_and_status_read_the_directory(finished: Command
     assert (status["state"], status["alive"], status["steps"]) == ("completed", False, STEPS)
 
 
+def test_recorded_steps_are_replayed_bit_for_bit_and_nothing_is_written(finished: Command, home: Home) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.run.root.rglob("*")}
+    replayed = home.call("replay", "short", "--steps", "4:6", "--step", "11", "--json")
+    assert replayed.process.returncode == 0, (replayed.out, replayed.err)
+    steps = {step["step"]: step for step in replayed.json["steps"]}
+    assert [step["verdict"] for step in steps.values()] == ["identical"] * 3
+    assert steps[11]["checkpoint"] == 10 and all(step["environment"] == {} for step in steps.values())
+    explained = home.call("explain", "short", "--policy", "drop", "--bound", "0", "--json").json
+    assert explained["own"]["trained"]["groups"] == STEPS * 16
+    assert explained["other"]["trained"]["groups"] + explained["other"]["dropped"]["groups"] == explained["judged"]
+    assert {path: path.stat().st_mtime_ns for path in finished.run.root.rglob("*")} == before
+
+
 def test_mlflow_has_one_point_per_metric_and_step(finished: Command, home: Home) -> None:
     run_id = finished.json["mlflow_run_id"]
     status, points = home.tracked(run_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import signal
@@ -12,9 +11,9 @@ import time
 import pytest
 
 from rl_core.experience.ledger import claimed_steps, read_claim
-from rl_core.learner.learner import fold_claims
 from rl_core.records import read_record, recorded_steps
-from rl_core.run_identity import read_identity
+from rl_core.run_dir import numbered
+from tests.chaos.stack import check_finished, pid_of
 from tests.runs import Command, Home, processes_of, wait_until_gone
 
 STEPS = 24
@@ -33,42 +32,44 @@ def states(home: Home, key: str) -> tuple[list[str], list[str]]:
 
 
 def test_killed_in_the_middle_the_same_command_goes_on(home: Home) -> None:
+    """A rollout worker, the learner, the owner, the validation engine: the short form of chaos/test_full_stack.py."""
     first = home.train("killed", *SETTINGS)
-    first.wait_for_step(10)
-    os.kill(first.process.pid, signal.SIGKILL)
+    for step, victim in ((2, "rollout"), (6, "learner"), (10, "owner")):
+        first.wait_for_step(step)
+        kill(home, first, victim)
     first.process.wait()
     alive = processes_of(home)
     assert any("raylet" in command for command in alive.values()), "services outlive their owner for a quick restart"
     second = home.train("killed", *SETTINGS)
+    second.wait_for_step(13)
+    kill(home, second, "validation")
     assert second.wait() == 0, (second.out, second.err)
-    assert (second.json["status"], second.json["steps"], second.err) == ("completed", STEPS, "")
-    run = second.run
-    assert recorded_steps(run) == list(range(STEPS))
-    assert list(run.records.glob("*divergent*")) == []
-    digest = read_record(run, STEPS - 1).weights_digest
-    assert fold_claims(str(run.root), read_identity(run).config) == digest
-    assert home.call("audit", "killed").process.returncode == 0
-    flows, runs = states(home, "killed")
-    assert flows == ["CRASHED", "COMPLETED"]
-    assert runs == ["FINISHED"]
-    with sqlite3.connect(home.path / "mlflow" / "mlflow.db") as database:
-        points = collections.Counter(database.execute(
-            "select key, step from metrics where run_uuid = ?", (second.json["mlflow_run_id"],)))
-    assert set(points.values()) == {1}
-    assert {step for key, step in points if key == "reward/mean"} == set(range(STEPS))
-    assert wait_until_gone(home, 10) == {}
+    assert second.err == ""
+    assert {read_record(second.run, step).attempt for step in range(STEPS)} == {1, 2}
+    check_finished(home, second, STEPS)
+    assert states(home, "killed") == (["CRASHED", "COMPLETED"], ["FINISHED"])
 
 
-STOPS = {"Ctrl-C": (signal.SIGINT, 130, "SIGINT"), "SIGTERM": (signal.SIGTERM, 143, "SIGTERM")}
+def kill(home: Home, command: Command, victim: str) -> None:
+    pid = pid_of(home, command, victim)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("number", "code", "name"), STOPS.values(), ids=STOPS)
-def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home, number: int, code: int,
-                                                                     name: str) -> None:
-    key = f"stopped-{name.lower()}"
-    command = home.train(key, "total_steps=2000", "validation.every=1000")
+STOPS = {"Ctrl-C": pytest.param(signal.SIGINT, 130, "SIGINT", 1),
+         "SIGTERM": pytest.param(signal.SIGTERM, 143, "SIGTERM", 1),
+         "SIGTERM after a take-over": pytest.param(signal.SIGTERM, 143, "SIGTERM", 2, marks=pytest.mark.slow)}
+
+
+@pytest.mark.parametrize(("number", "code", "name", "starts"), STOPS.values(), ids=STOPS)
+def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home, number: int, code: int, name: str,
+                                                                     starts: int) -> None:
+    key = f"stopped-{name.lower()}-{starts}"
+    command = home.train(key, "total_steps=2000", "data.validation=null")
     command.wait_for_tracking()
     a_second_start_is_refused_and_disturbs_nothing(home, command)
+    if starts == 2:
+        command = taken_over(home, command)
     os.killpg(command.process.pid, number)  # as a terminal does: to the whole foreground group
     begun = time.monotonic()
     assert command.wait(30) == code, (command.out, command.err)
@@ -80,14 +81,72 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
     assert said[0].startswith(f"stopped by {name} after ") and len(said) <= 5
     assert f"--run-key {key}" in said[1]
     flows, runs = states(home, key)
-    assert (flows, runs) == (["CANCELLED"], ["KILLED"])
+    assert (flows, runs) == (["CANCELLED"] * starts, ["KILLED"])
+    assert steps_behind(command) <= 5, "a last checkpoint fits into the ten seconds (checkpoint.on_stop_after)"
+
+
+def steps_behind(command: Command) -> int:
+    """Recorded steps that the newest checkpoint does not hold."""
+    newest = max((n for n, _ in numbered(command.run.checkpoints, r"n-(\d{9})")), default=0)
+    return len(recorded_steps(command.run)) - newest
 
 
 def a_second_start_is_refused_and_disturbs_nothing(home: Home, first: Command) -> None:
-    second = home.train(first.run.root.name, "total_steps=2000", "validation.every=1000")
+    second = home.train(first.run.root.name, "total_steps=2000", "data.validation=null")
     assert second.wait(60) == 2
     assert f"the run is alive, owned by pid {first.process.pid}" in second.err
     first.wait_for_step(recorded_steps(first.run)[-1] + 3)  # it goes on, its services are still there
+
+
+def taken_over(home: Home, first: Command) -> Command:
+    """Another terminal with --take-over: the first start ends as by SIGTERM, the second goes on behind its steps."""
+    key = first.run.root.name
+    second = home.start("train", "--run-key", key, "--take-over", "--json", key=key)
+    assert first.wait(60) == 143, (first.out, first.err)
+    assert first.json["status"] == "cancelled" and "--take-over" not in first.out
+    done = recorded_steps(first.run)
+    second.wait_for_step(done[-1] + 3)
+    assert recorded_steps(first.run)[:len(done)] == done == list(range(len(done)))
+    second.wait_for_tracking()
+    return second
+
+
+@pytest.mark.slow
+def test_max_wall_time_ends_a_run_in_order_and_a_doctor_mends_what_a_kill_leaves(home: Home) -> None:
+    settings = ("total_steps=2000", "validation.every=1000", "checkpoint.every=1000", "checkpoint.on_stop_after=0")
+    first = home.train("timed", *settings, "max_wall_time=15")
+    begun = time.monotonic()
+    assert first.wait(90) == 124, (first.out, first.err)
+    assert time.monotonic() - begun < 15 + 25 and "stopped by max_wall_time after" in first.out
+    assert (first.json["status"], first.err, steps_behind(first)) == ("cancelled", "", 0)
+    assert wait_until_gone(home, 5) == {}
+    assert home.call("doctor", "timed").process.returncode == 0
+    done = recorded_steps(first.run)
+    assert done
+
+    second = home.start("train", "--run-key", "timed", "--set", "max_wall_time=null", "--json", key="timed")
+    second.wait_for_step(done[-1] + 3)
+    second.wait_for_tracking()
+    looked = home.call("doctor", "timed", "--json")
+    assert looked.process.returncode == 0, looked.out
+    report = looked.json["runs"][0]
+    assert report["owner"]["pid"] == second.process.pid and report["alive"] and report["state"] == "training"
+    assert {actor["actor"] for actor in report["actors"]} == {"learner/0", "rollout/0", "validation/0"}
+    assert all(actor["alive"] for actor in report["actors"])
+    known = {member["pid"] for member in report["processes"]}
+    assert {actor["pid"] for actor in report["actors"]} <= known
+    assert known == set(processes_of(home)) - {second.process.pid}
+    os.kill(second.process.pid, signal.SIGKILL)
+    second.process.wait()
+    assert set(processes_of(home)) == known, "kept for a quick restart"
+    wrong = home.call("doctor", "timed")
+    assert wrong.process.returncode == 1
+    assert "Prefect says RUNNING of attempt 2, which has no process; --fix mends it" in wrong.out
+    mended = home.call("doctor", "timed", "--fix")
+    assert mended.process.returncode == 0, (mended.out, mended.err)
+    assert "Prefect: flow run of attempt 2 is Crashed, was RUNNING" in mended.out
+    assert processes_of(home) == {}
+    assert states(home, "timed") == (["CANCELLED", "CRASHED"], ["KILLED"])
 
 
 def break_step(command: Command) -> str:
@@ -119,7 +178,7 @@ BREAKS = {"step": break_step, "pump": break_pump}
 @pytest.mark.parametrize("where", BREAKS)
 def test_an_exception_ends_the_run_failed_with_its_first_cause(home: Home, where: str) -> None:
     key = f"broken-{where}"
-    command = home.train(key, "total_steps=2000", "validation.every=1000")
+    command = home.train(key, "total_steps=2000", "data.validation=null")
     command.wait_for_tracking()
     cause = BREAKS[where](command)
     begun = time.monotonic()

@@ -45,15 +45,20 @@ def test_the_fields_of_a_small_validation_by_hand() -> None:
     assert found["pass_at_k"]["2"] == pytest.approx((1 + 2 / 3 + 1) / 3)
     assert found["pass_at_k"]["3"] == 1.0, "the prompt with two scored answers says nothing of three"
     assert found["maj_at_n"] == pytest.approx((1 + 1 / 3 + 1) / 3), "a tie of three shares"
+    assert found["maj_at_k"] == pytest.approx({"1": (2 / 3 + 1 / 3 + 1) / 3, "2": (2 / 3 + 1 / 3 + 1) / 3,
+                                               "3": (1 + 1 / 3) / 2}), "of the prompts with k scored answers"
+    assert all(lo <= found["maj_at_k"][k] <= hi for k, (lo, hi) in found["maj_at_k_interval"].items())
     assert all(lo <= found["pass_at_k"][k] <= hi for k, (lo, hi) in found["pass_at_k_interval"].items())
 
 
 def test_numbers_that_nothing_is_known_of_are_none() -> None:
     failed = fields_of([answer(0, 1.0, "greedy"), answer(0, None), answer(0, None)], (1, 2))
     assert (failed["mean_at_n"], failed["mean_at_n_interval"], failed["maj_at_n"]) == (None, None, None)
+    assert failed["maj_at_k"] == failed["maj_at_k_interval"] == {"1": None, "2": None}
     assert failed["pass_at_k"] == {"1": None, "2": None} and failed["sampled_failed"] == 2
     unextracted = fields_of([answer(0, 1.0, "greedy"), answer(0, 1.0), answer(0, 0.0)], (1,))
     assert unextracted["maj_at_n"] is None and unextracted["mean_at_n"] == 0.5
+    assert unextracted["maj_at_k"] == {"1": None}
 
 
 def of_source(source: str, mode: Mode, prompt: int, reward: float, correct: float | None = None) -> Answer:

@@ -15,8 +15,8 @@ from rl_core.run_dir import RunDir, put_if_absent, to_json
 from rl_core.schedules import checkpoints_at_once, is_scheduled_checkpoint
 
 RECORD = {"step": 20, "n": 8, "greedy_accuracy": 0.5, "sampled_accuracy": None, "pass_at_k": {"1": 0.25, "4": 0.75},
-          "greedy_interval": [0.2, 0.8], "by_source": {"v1.5": {"mean_at_n": 0.5, "pass_at_k": {"4": 1.0}},
-                                                       "v1": {"mean_at_n": 0.25}}}
+          "greedy_interval": [0.2, 0.8], "by_source": {
+              "v1.5": {"mean_at_n": 0.5, "pass_at_k": {"4": 1.0}, "maj_at_k": {"4": 0.25}}, "v1": {"mean_at_n": 0.25}}}
 
 VALUES = {
     "greedy_accuracy": 0.5,
@@ -24,6 +24,7 @@ VALUES = {
     "by_source.v1.5.mean_at_n": 0.5,
     "by_source.v1.mean_at_n": 0.25,
     "by_source.v1.5.pass_at_k.4": 1.0,
+    "by_source.v1.5.maj_at_k.4": 0.25,
     "sampled_accuracy": None,
     "greedy_interval": None,
     "pass_at_k": None,
@@ -38,7 +39,7 @@ def test_a_dotted_name_finds_a_number_or_nothing(field: str, value: float | None
     assert value_of(RECORD, field) == value
 
 
-ACCEPTED = ("greedy_accuracy", "greedy_reward", "mean_at_n", "maj_at_n", "pass_at_k.4",
+ACCEPTED = ("greedy_accuracy", "greedy_reward", "mean_at_n", "maj_at_n", "pass_at_k.4", "maj_at_k.2",
             "by_source.openai/gsm8k.greedy_accuracy", "by_source.a.b.jsonl.pass_at_k.2")
 
 
@@ -57,7 +58,7 @@ def test_the_first_of_the_largest_is_the_best(run: RunDir) -> None:
     assert best_by_field(run, "by_source.v1.5.mean_at_n") == Best(0, 0.5)
     assert best_by_field(run, "sampled_accuracy") is None
     assert known_fields(run) == ["greedy_accuracy", "pass_at_k.1", "pass_at_k.4", "by_source.v1.5.mean_at_n",
-                                 "by_source.v1.5.pass_at_k.4", "by_source.v1.mean_at_n"]
+                                 "by_source.v1.5.pass_at_k.4", "by_source.v1.5.maj_at_k.4", "by_source.v1.mean_at_n"]
 
 
 REFUSED = {
@@ -65,6 +66,7 @@ REFUSED = {
     "no field": (["checkpoint.best=accuracy"], r"checkpoint.best: no field of a validation.* are greedy_accuracy, "
                                                r"greedy_reward, .*pass_at_k.K, .*\(got 'accuracy'\)"),
     "a shorter answer": (["checkpoint.best=greedy_length"], r"of which more is better"),
+    "another k of majorities": (["checkpoint.best=maj_at_k.8", "validation.n=4"], r"checkpoint.best: .* k = 1, 2, 4 "),
     "passes without k": (["checkpoint.best=pass_at_k"], r"pass_at_k.K"),
     "k that is no number": (["checkpoint.best=pass_at_k.x"], r"pass_at_k.K"),
     "a source and no field of it": (["checkpoint.best=by_source.gsm8k.accuracy"], r"by_source.NAME.<one of them>"),

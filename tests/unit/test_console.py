@@ -83,6 +83,14 @@ def test_a_long_part_of_the_start_is_said_every_five_seconds() -> None:
     assert stream.getvalue().splitlines() == ["  warming up 0/250", "  warming up 50/250", "  warming up 100/250"]
 
 
+def test_a_stall_is_said_once_for_each_report() -> None:
+    console, stream, _ = plain()
+    for stall in (None, "the flow waits 60 s", "the flow waits 60 s", "the flow waits 120 s", None):
+        console.show(view_of({**STATUS, "step": 0, "metrics": {}, "note": "MLflow is away", "stall": stall}))
+    stalls = [line for line in stream.getvalue().splitlines() if "waits" in line]
+    assert stalls == ["  the flow waits 60 s", "  the flow waits 120 s"]
+
+
 def test_the_live_display_shows_everything_and_gives_the_cursor_back() -> None:
     stream, clock = io.StringIO(), Clock()
     console = Console(stream, live=True, clock=clock)

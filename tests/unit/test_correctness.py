@@ -83,6 +83,21 @@ def test_a_step_counts_as_right_what_is_known_to_be(rewards: list[float], said: 
     np.testing.assert_allclose([found[name] for name in NAMES], expected, rtol=1e-6)
 
 
+P95: dict[str, tuple[list[float], list[float], float, float]] = {
+    # rewards, what the reward says -> p95 of the lengths of right and of wrong answers: of 2, 2, 4 and of 2, 4, 4
+    "said": ([0.2, 0.2, 0.1, 0.1, 1, 0], [1, 1, 0, 0, 1, 0], 3.8, 4.0),
+    "all right": ([1, 1, 1, 1], [NAN] * 4, 4.0, NAN),
+    "not known": ([1, 1, 0.1, 0.1], [NAN] * 4, NAN, NAN),
+}
+
+
+@pytest.mark.parametrize(("rewards", "said", "right", "wrong"), P95.values(), ids=P95)
+def test_right_and_wrong_answers_have_a_tail_each(rewards: list[float], said: list[float], right: float,
+                                                  wrong: float) -> None:
+    found = experience_metrics(rows_of(rewards, said, [0] * (len(rewards) // 2)), CLAIM)
+    np.testing.assert_allclose([found["rollout/right_length_p95"], found["rollout/wrong_length_p95"]], [right, wrong])
+
+
 def test_the_record_of_a_source_follows_the_same_rule() -> None:
     found = by_source(rows_of([0.7, 0.7, 0.1, 0.1, 1, 0], [1, 0, NAN, NAN, NAN, NAN], [1, 0, 0]))
     assert found["math"]["correct"] == 0.5 and math.isnan(found["gsm8k"]["correct"])

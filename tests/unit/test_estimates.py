@@ -14,6 +14,7 @@ from rl_core.estimates import (
     Vote,
     maj_at_k,
     mean_at_n,
+    mean_maj_at_k,
     mean_maj_at_n,
     mean_pass_at_k,
     over_prompts,
@@ -153,6 +154,45 @@ def test_maj_at_k_is_the_mean_over_all_draws(votes: list[Vote]) -> None:
     for k in range(1, len(votes) + 1):
         draws = [majority(subset, worth) for subset in combinations(votes, k)]
         assert maj_at_k(votes, k) == pytest.approx(sum(draws) / len(draws)), k
+
+
+RIGHT = {"a": 1.0, "b": 0.0, "c": 0.5, "d": 0.0}
+POLLS = {
+    "a close race": list("aaaaabbbb"),
+    "three of a kind": list("aaabbbccc"),
+    "many once": list("abcd") + [None] * 3 + list("ab"),
+}
+
+
+@pytest.mark.parametrize("poll", POLLS.values(), ids=POLLS)
+def test_draws_of_many_votes_tend_to_the_exact_mean_and_are_the_same_again(
+        poll: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    votes: list[Vote] = [(name, RIGHT[name] if name else 0.0) for name in poll]
+    exact = [maj_at_k(votes, k) for k in range(1, len(votes))]
+    monkeypatch.setattr("rl_core.estimates.MOST_EXACT", 0)
+    drawn = [maj_at_k(votes, k) for k in range(1, len(votes))]
+    assert drawn == [maj_at_k(votes[::-1], k) for k in range(1, len(votes))], "whatever their order"
+    assert drawn != exact and max(abs(a - b) for a, b in zip(exact, drawn, strict=True) if a and b) < 0.05
+    assert maj_at_k(votes, len(votes)) == pytest.approx(majority(tuple(votes), RIGHT)), "of all votes there is one draw"
+
+
+def test_many_votes_are_counted_without_going_through_all_draws() -> None:
+    """C(64, 32) is 1.8e18. Of two answers with 32 votes each one wins as often as the other."""
+    assert maj_at_k([("7", 1.0)] * 32 + [("9", 0.0)] * 32, 32) == pytest.approx(0.5)
+    assert maj_at_k([(str(i), float(i < 16)) for i in range(64)], 32) == pytest.approx(0.25)
+    assert maj_at_k([("7", 1.0)] * 60 + [("9", 0.0)] * 4, 16) == 1.0
+
+
+def test_maj_at_k_over_prompts_is_of_those_with_k_votes() -> None:
+    sure, torn = [("7", 1.0)] * 4, [("7", 1.0), ("9", 0.0)]
+    one, two = mean_maj_at_k([sure, torn], 1), mean_maj_at_k([sure, torn], 2)
+    assert one is not None and two is not None and one.value == two.value == 0.75
+    assert (one.lo, one.hi) != (two.lo, two.hi), "six answers, and three draws of two"
+    four = mean_maj_at_k([sure, torn], 4)
+    assert four is not None and four.value == 1.0
+    assert mean_maj_at_k([sure, torn], 8) is None and mean_maj_at_k([[(None, 1.0)]], 1) is None
+    silent = mean_maj_at_k([sure, [(None, 0.0)] * 4], 4)
+    assert silent is not None and silent.value == 0.5, "nothing extracted counts as wrong"
 
 
 def test_a_tie_is_shared_and_where_nothing_was_extracted_there_is_no_majority() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from rl_core.estimates import Estimate
 from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import read_groups
 from rl_core.run_dir import RunDir
-from rl_core.summary import difference, mean_of_steps, student95
+from rl_core.run_numbers import difference, mean_of_steps, student95
 from tests.builders import make_run
 from tests.learning import claim_groups
 from tests.looking import small_run, spoken_group
@@ -77,6 +78,7 @@ def test_sources_are_those_of_the_records(whole: RunDir) -> None:
     sources = frames.sources(whole)
     assert sources.groupby("data_source")["reward_mean"].mean().to_dict() == {"chat": 0.25, "sort": 0.5}
     assert listed(sources["n"]) == [4] * 6
+    assert listed(frames.sources(whole, last=1)["step"]) == [2, 2]
 
 
 def test_validations_have_a_row_for_all_sources_and_one_for_each(whole: RunDir) -> None:
@@ -141,6 +143,20 @@ def test_texts_are_the_tokenizers(whole: RunDir) -> None:
     answers = frames.trajectories(whole, 0, text=True)
     assert answers[["prompt", "text"]].iloc[3].tolist() == ["user\nsort 31\nassistant\n", "311"]
     assert "response_ids" not in answers
+
+
+def test_answers_of_some_groups_are_read_alone_and_some_of_them_decoded(whole: RunDir) -> None:
+    groups = frames.groups(whole)
+    chosen = groups[groups["state"].isin(["dropped", "failed", "duplicate"])]
+    answers = frames.trajectories(whole, of=chosen, tokens=True)
+    assert answers["state"].value_counts().to_dict() == {"dropped": 4, "duplicate": 4}, "of what failed nothing landed"
+    longest = frames.with_text(answers.nlargest(1, "length"), whole)
+    assert longest[["group_id", "text", "length"]].iloc[0].tolist() == ["e0-p9-t0", "311", 3]
+    assert frames.rows_of(longest)[0]["response_ids"] == listed(longest["response_ids"])[0]
+    assert listed(frames.with_text(answers.head(0), whole)["text"]) == []
+    assert "prompt_ids" not in frames.trajectories(whole, of=chosen, text=True)
+    with pytest.raises(ValueError, match="not of both"):
+        frames.trajectories(whole, 1, of=chosen)
 
 
 def test_tokens_of_a_whole_run_are_the_bytes_of_its_shards(whole: RunDir) -> None:
@@ -324,13 +340,15 @@ def test_the_notebook_of_the_documents_runs(whole: RunDir, tmp_path: Path, monke
     assert (tmp_path / "look-at-runs.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_status_and_summary_need_no_pandas(whole: RunDir) -> None:
+def test_pandas_is_imported_by_the_first_frame_and_the_status_needs_nothing_heavier(whole: RunDir) -> None:
     code = ("import sys, rl_core.frames, tasks.answers; from pathlib import Path; from rl_core.run_dir import RunDir;"
-            "from tasks.inspection import summarize, read_history; run = RunDir(Path(sys.argv[1]));"
-            "summarize(run, run_key='k', status='s', wall_s=1.0); read_history(run, last=10);"
-            "print(sorted({'pandas', 'torch', 'transformers'} & set(sys.modules)))")
+            "from tasks.inspection import run_status, summarize; run = RunDir(Path(sys.argv[1]));"
+            "heavy = lambda: sorted({'pandas', 'torch', 'transformers'} & set(sys.modules)); print(heavy());"
+            "summarize(run, run_key='k', status='s', wall_s=1.0); run_status('small'); print(heavy())")
+    (whole.root.parent / "runs").mkdir()
+    (whole.root.parent / "runs" / "small").symlink_to(whole.root)
     done = subprocess.run([sys.executable, "-c", code, str(whole.root)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60, check=True)
-    assert done.stdout == "[]\n"
+                          timeout=60, check=True, env={**os.environ, "HEADWAY_HOME": str(whole.root.parent)})
+    assert done.stdout == "[]\n['pandas']\n"
 
 

@@ -13,6 +13,7 @@ from flows.console import Console
 from flows.launch import FAILED, INTERRUPTED, REFUSED, TERMINATED, _ended, _Flow, _same_command, _Start
 from rl_core.config import Config
 from rl_core.errors import RunIsAlive
+from tasks.paths import new_run_key
 
 SUMMARY = {"run_key": "k", "status": "completed", "steps": 3, "accuracy_start": None, "accuracy_end": None,
            "wall_s": 1.0, "groups_trained": 48, "groups_dropped": 0, "staleness_max": 1, "staleness_mean": 0.5,
@@ -61,3 +62,30 @@ def test_the_command_is_given_again_without_its_key_and_json(monkeypatch: pytest
     monkeypatch.setattr("sys.argv", ["headway", "train", "--json", "--set", "reward=./a b.py:f", "--run-key", "k",
                                      "--preset=x", "--run-key=k"])
     assert _same_command() == ["--set", "reward=./a b.py:f", "--preset=x"]
+
+
+def test_a_rerun_and_a_rollout_are_given_again_by_their_own_verbs(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["headway", "rollout", "--groups", "8", "--json"])
+    for verb, again in (("rerun", "headway rerun k\n"), ("rollout", "headway rollout --run-key k --groups 8\n")):
+        out = io.StringIO()
+        start = _Start(Console(out), None, False, False, verb=verb, run_key="k")
+        assert _ended(start, _Flow("FAILED", error=ValueError("x")), BROKE, Config()) == FAILED
+        assert again in out.getvalue()
+
+
+def test_a_rollout_says_what_waits_and_who_trains_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    out = io.StringIO()
+    start = _Start(Console(out), None, False, False, verb="rollout", run_key="k")
+    assert _ended(start, _Flow("COMPLETED", SUMMARY), DONE | {"ended": None, "gathered": 7}, Config()) == 0
+    assert "7 groups wait to be trained: headway train --run-key k\n" in out.getvalue()
+    assert "validation.only" not in out.getvalue()
+
+
+def test_the_key_of_a_flow_without_one_is_that_of_its_flow_run() -> None:
+    flow_run = "019ad2f4-7c11-7d3e-9a52-0f1e2d3c4b5a"
+    assert new_run_key("deployments/my preset.yaml", flow_run) == "my-preset-0f1e2d3c4b5a"
+    assert new_run_key("tiny-cpu", flow_run) == new_run_key("tiny-cpu", flow_run) != new_run_key("tiny-cpu")

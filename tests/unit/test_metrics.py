@@ -198,6 +198,7 @@ def test_what_few_look_at_stays_in_the_record() -> None:
 LOOKED_AT_FIRST = """
 reward/mean reward/std reward/correct reward/no_spread_right reward/no_spread_wrong reward/sampled
 rollout/length_mean rollout/length_p95 rollout/length_right rollout/length_wrong rollout/truncated
+rollout/right_length_p95 rollout/wrong_length_p95
 train/policy_loss train/entropy train/clip_low train/clip_high train/ratio_max train/kl_proximal train/grad_norm
 train/learning_rate train/skipped_updates train/mismatch_current_k3 train/mismatch_stale_k3 train/effective_samples
 staleness/mean staleness/max staleness/p95 staleness/update_lag_mean staleness/mixed staleness/dropped_tokens

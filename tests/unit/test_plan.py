@@ -84,6 +84,24 @@ def test_the_disk_figure_holds_the_copy_of_the_model() -> None:
         make_plan(tight, replace(FACTS, copied_bytes=2**20))
 
 
+def test_a_window_needs_room_for_what_lies_between_two_retirements() -> None:
+    """20 x 2 steps since the older checkpoint, one that trains, one that is claimed, and what is ahead of them."""
+    over = ["total_steps=2000", "groups_per_step=4", "checkpoint.every=20", "checkpoint.keep=2", "staleness.bound=2",
+            "storage.bytes_quota=1099511627776"]
+    whole = make_plan(resolve(load_preset("tiny-cpu"), parse_overrides(over)), FACTS)
+    window = make_plan(resolve(load_preset("tiny-cpu"), parse_overrides([*over, "retention.replay=window"])), FACTS)
+    assert whole.disk_bytes - window.disk_bytes == whole.group_bytes * (4 * 2000 - (4 * 42 + 12))
+    tight = [*over, "retention.replay=window", f"storage.bytes_quota={window.disk_bytes}"]
+    assert make_plan(resolve(load_preset("tiny-cpu"), parse_overrides(tight)), FACTS)
+    with pytest.raises(ConfigError, match=rf"storage\.bytes_quota: .*at one time .*use at least {window.disk_bytes}, "
+                                          "or fewer or more frequent checkpoints"):
+        make_plan(resolve(load_preset("tiny-cpu"), parse_overrides(
+            [*tight, f"storage.bytes_quota={window.disk_bytes - 1}"])), FACTS)
+    with pytest.raises(ConfigError, match=r"retention\.replay=all.*or retention\.replay=window"):
+        make_plan(resolve(load_preset("tiny-cpu"), parse_overrides(
+            [*over, f"storage.bytes_quota={window.disk_bytes}"])), FACTS)
+
+
 def test_the_bound_is_exact_decimal_text() -> None:
     """floor(B K eta) in floating point was off by one in 6 % of a grid (experience-store.md 3.7)."""
     config = Config(groups_per_step=100, staleness={"bound": "0.29"})

@@ -104,6 +104,14 @@ def test_a_gpu_preset_is_planned_to_the_end_where_its_inputs_are_known(capsys: p
     assert err.startswith("error: learner.device: this machine has no CUDA device")
 
 
+def test_the_plan_warns_of_a_reward_that_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text("def score(answer, truth):\n print('seen')\n return answer == truth")
+    said, err = planned(capsys, "tiny-cpu", "reward=./reward.py:score")
+    [warning] = said["warnings"]
+    assert warning.startswith("reward: ./reward.py:score prints to standard output when it is called, as in 'seen'; ")
+    assert err == [f"warning: {warning}"] and said["plan"]["warnings"] == [warning]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_says_what_it_is_for(preset: str) -> None:
     """A description of one line, comments above it, and the CPU ones leave ambient services alone."""

@@ -261,6 +261,43 @@ def test_a_reward_that_fails_on_the_first_row_is_refused_before_the_start(source
         check_reward(config, cwd=tmp_path, rows=OneRow())
 
 
+POOL = """
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+def score(answer): return pool.submit(len, answer).result()
+"""
+LEAK = """
+import threading
+def score(answer):
+ threading.Thread(target=threading.Event().wait, daemon=True, name='keeps-alive').start()
+ return len(answer)
+"""
+WARNED: dict[str, tuple[str, list[str]]] = {
+    "prints": ("def score(answer):\n print('looking at', answer)\n return 1",
+               ["prints to standard output when it is called, as in 'looking at 42'; in a run that goes to"]),
+    "prints at import": ("print('hello')\ndef score(answer): return 1",
+                         ["prints to standard output while it is loaded, as in 'hello'"]),
+    "leaks threads": (LEAK, ["leaves 2 threads alive after 2 calls, as in 'keeps-alive'; in a run they pile up"]),
+    "prints and leaks": (LEAK.replace("return", "print(answer)\n return"),
+                         ["prints to standard output in 2 of 2 calls", "leaves 2 threads alive after 2 calls"]),
+    "a pool for all calls": (POOL, []),
+    "a thread that has ended": ("import threading\ndef score(answer):\n"
+                                " thread = threading.Thread(target=len, args=(answer,))\n thread.start()\n"
+                                " thread.join()\n return 1", []),
+    "nothing": ("import sys\ndef score(answer):\n print('seen', file=sys.stderr)\n return 1", []),
+}
+
+
+@pytest.mark.parametrize(("source", "warnings"), WARNED.values(), ids=WARNED)
+def test_what_a_reward_leaves_behind_is_a_warning_before_the_start(source: str, warnings: list[str],
+                                                                   tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(source)
+    found = check_reward(Config(reward="./reward.py:score"), cwd=tmp_path, rows=OneRow())
+    assert len(found) == len(warnings), found
+    for line, begin in zip(found, warnings, strict=True):
+        assert line.startswith(f"reward: ./reward.py:score {begin}"), line
+
+
 def test_a_column_that_rows_lack_is_refused_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def score(completions, level, **columns): return [level[0]]")
     config = Config(reward="./reward.py:score")

@@ -21,12 +21,18 @@ class Source:
 
     def __init__(self) -> None:
         self.ready, self.deadlines = threading.Event(), []
+        self.short_of_room: int | None = None
+        self.makes_room, self.freed = False, list[int]()
 
     def claim(self, step: int, deadline_s: float) -> Any:
         self.deadlines.append(deadline_s)
         self.ready.wait(20)
         return Claim(step=step, idx=step, attempt=1, consumer="learner", eta="4", hard_max=8, policy="keep", groups=(),
                      group_ids_digest="", shard_digests={}, masked=(), dropped=(), revision=0, ts_us=1)
+
+    def made_room(self, freed: int) -> None:
+        self.freed.append(freed)
+        self.short_of_room = None
 
     def close(self) -> None:
         self.ready.set()
@@ -60,10 +66,27 @@ def test_a_hole_in_the_records_is_named(tmp_path: Path) -> None:
         first_step(RunDir(tmp_path))
 
 
-def claims(source: Source, check: Any = lambda: None) -> Claims:
+def claims(source: Source, check: Any = lambda: None, make_room: Any = None) -> Claims:
     config = Config(total_steps=5)
     deadlines = config.deadlines.model_copy(update={"claim_s": 100.0, "step_s": 1000.0})
-    return Claims(source, config.model_copy(update={"deadlines": deadlines}), check)  # pyright: ignore
+    return Claims(source, config.model_copy(update={"deadlines": deadlines}), check, make_room)  # pyright: ignore
+
+
+def test_a_wait_for_nothing_but_bytes_makes_room_once() -> None:
+    """The thread that would make a checkpoint is the one that waits for the claim."""
+    source, made = Source(), list[int]()
+
+    def make_room(steps: int) -> int:
+        made.append(steps)
+        return 7
+
+    source.short_of_room = 3
+    threading.Timer(0.8, source.ready.set).start()
+    waiting = claims(source, make_room=make_room)
+    assert source.makes_room
+    assert waiting.take(3).step == 3
+    assert made == [3] and source.freed == [7]
+    waiting.close()
 
 
 def test_the_step_trained_meanwhile_is_no_time_waited() -> None:

@@ -140,6 +140,7 @@ def test_the_record_says_what_transformers_says(run: RunDir, model: Path, tokeni
     assert list(record["by_source"]) == ["sort"]
     assert record["by_source"]["sort"] == {name: record[name] for name in record["by_source"]["sort"]}
     assert record["mean_at_n"] == record["pass_at_k"]["1"] == record["sampled_accuracy"] == record["maj_at_n"]
+    assert record["maj_at_k"] == {"1": record["maj_at_n"]}
     assert record["greedy_interval"][0] < record["greedy_accuracy"] < record["greedy_interval"][1]
     assert record["sampling"] == {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
                                   "max_new_tokens": 8}

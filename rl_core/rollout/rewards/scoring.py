@@ -11,6 +11,7 @@ from rl_core.errors import ConfigError, RewardError
 from rl_core.rollout.rewards.exact import exact
 from rl_core.rollout.rewards.function import FunctionScorer, allowed_imports, is_own
 from rl_core.rollout.rewards.gsm8k import gsm8k
+from rl_core.rollout.rewards.leftovers import Notes, leftovers
 from rl_core.rollout.rewards.pool import ScorerPool
 from rl_core.types import Completion, Prompt, Score
 
@@ -76,23 +77,31 @@ def function_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequenc
                           pattern=config.scoring.pattern, watch=watch)
 
 
-def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None = None) -> None:
+def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None = None) -> tuple[str, ...]:
     """Load the run's reward once, in a process of its own, and try it on the first row with the row's own answer.
 
-    Raises ConfigError if that cannot work: no function, columns that some row lacks, an answer by no deadline, no
-    finite number. Without `rows` it is loaded only.
+    Returns what a person should know of a function of theirs that works: that it prints, or leaks threads. Raises
+    ConfigError if it cannot work: no function, columns that some row lacks, an answer by no deadline, no finite number.
+    Without `rows` it is loaded only.
     """
     if config.reward in IN_PLACE:
         if rows is not None:
             _try_on(make_scorer(config), config.reward, (), rows)
-        return
-    scorer = function_scorer(config, cwd=cwd, quiet=True)
+        return ()
+    scorer = function_scorer(config, cwd=cwd, quiet=True, watch=True)
     try:
         columns = scorer.start()
+        loading, calls = scorer.notes, list[Notes]()
         if rows is not None:
             _try_on(scorer, config.reward, columns, rows)
+            calls.append(scorer.notes)
+            if calls[0].get("threads"):  # a pool for all calls, or one more at each?
+                _try_on(scorer, config.reward, (), rows)
+                calls.append(scorer.notes)
     finally:
         scorer.close()
+    told = () if is_own(config.reward) else leftovers(loading, calls)
+    return tuple(f"reward: {config.reward} {each}" for each in told)
 
 
 def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> None:

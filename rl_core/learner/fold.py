@@ -1,0 +1,214 @@
+"""The fold: what a claimed step does to the state, and every metric that is a function of it. Writes nothing.
+
+The state behind step k is the fold of claims 0 to k over the initial weights (experience-store.md 3.10). The learner of
+a run folds as it trains, publishes and records; a replay (replay.py) folds the same claims again, by this same code.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rl_core.checkpoint import Checkpoint
+from rl_core.config import Config
+from rl_core.experience.ledger import read_claim
+from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
+from rl_core.learner import batch as stages
+from rl_core.learner.ranks import Ranks
+from rl_core.learner.state import TrainState
+from rl_core.learner.step import StepPlan, StepResult, training_step
+from rl_core.learner.step_metrics import (
+    FIRST_STEPS,
+    TokenFacts,
+    experience_metrics,
+    mismatch_bound,
+    part_means,
+    token_metrics,
+    update_metrics,
+)
+from rl_core.metrics import part_metrics
+from rl_core.records import read_record, recorded_steps
+from rl_core.revisions import config_of, trained_by
+from rl_core.run_dir import RunDir
+from rl_core.schedules import learning_rate
+from rl_core.types import Claim, WeightVersion
+from rl_core.weights import changed_share, learn_versions
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A claim and this rank's rows of it, which lie in buffers that are reused when the step is over."""
+
+    claim: Claim
+    rows: ClaimRows
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one step computed, before anything of it is written."""
+
+    claim: Claim
+    rows: ClaimRows
+    result: StepResult
+    facts: TokenFacts
+    config: Config
+    """What the step was trained by."""
+    seconds: dict[str, float]
+
+
+def make_deterministic() -> None:
+    """Let torch compute the same bits from the same numbers, in this process from now on."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums on CUDA; read at its start
+    torch.use_deterministic_algorithms(True)
+    cast(Any, torch.utils).deterministic.fill_uninitialized_memory = False  # none is read before it is written
+
+
+def changed_for_engines(before: Mapping[str, Tensor], now: Mapping[str, Tensor], config: Config) -> float:
+    """Share of values that differ between two publications, in the dtype of the run's engines."""
+    dtype = torch.bfloat16 if config.rollout.engine.dtype == "bfloat16" else torch.float32
+    return changed_share(before, {name: tensor.cpu() for name, tensor in now.items()}, dtype)
+
+
+class Fold:
+    """State, and the claims of a run over it: `load`, then `compute` step after step. One rank's part.
+
+    `config` holds the settings of config revision `revision`; a step is trained by those of its claim's revision, and
+    of `config` it then has what is no training field (`trained_by`).
+    """
+
+    def __init__(self, run: RunDir, config: Config, ranks: Ranks, *, revision: int) -> None:
+        self.versions: dict[int, WeightVersion] = {}
+        """The run's, as far as they were read."""
+        self.first_mismatch: dict[int, float] = {}
+        """Step -> `train/mismatch_current_abs`, of the first steps."""
+        self._run, self._config, self._ranks = run, config, ranks
+        self._configs = {revision: config}
+        self._revisions: dict[int, int] = {}
+        """Config revision by claimed step, as far as they were asked for."""
+        self._state: TrainState | None = None
+        self._updated_s = NAN
+        """When the step before made its last update: the next step's `since_update` counts from here to its forward."""
+
+    @property
+    def state(self) -> TrainState:
+        """What was loaded, and what was trained since."""
+        assert self._state is not None, "learner: a state is loaded before anything else"
+        return self._state
+
+    def load(self, saved: Checkpoint | None) -> int:
+        """Take up a checkpoint, or with None the initial model; returns the next step."""
+        if saved is None:
+            self._state = TrainState(self._run.model, self._config, self._ranks)
+        else:
+            self._state = TrainState(self._run.model, self._config, self._ranks, saved.parameters, saved.optimizer)
+            self._state.skipped_in_a_row = saved.state.skipped_in_a_row
+        for step in recorded_steps(self._run)[:FIRST_STEPS]:
+            self.first_mismatch[step] = read_record(self._run, step).metrics.get("train/mismatch_current_abs", NAN)
+        return 0 if saved is None else saved.state.n
+
+    def copied_state(self) -> TrainState:
+        """The state once more, in memory of its own. One rank only."""
+        now = self.state
+        copied = TrainState(self._run.model, self._config, self._ranks, now.weights(), now.optimizer_tensors())
+        copied.skipped_in_a_row = now.skipped_in_a_row
+        return copied
+
+    def read(self, step: int, staging: Staging, versions: dict[int, WeightVersion] | None = None) -> Read:
+        """The claim of a step and this rank's rows of it. `versions`: those known so far, if not the fold's own.
+
+        Raises FileNotFoundError without a claim, ClaimedShardCorrupt, BrokenFile.
+        """
+        claim = read_claim(self._run, step)
+        known = learn_versions(self._run, self.versions if versions is None else versions)
+        return Read(claim, read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
+                                           versions=known, staging=staging))
+
+    def compute(self, step: int, staging: Staging, ahead: Read | None = None, *, config: Config | None = None,
+                state: TrainState | None = None) -> Trained:
+        """Read the claim, unless it was read ahead, and update the state with it. Writes nothing: state is the fold of
+        this over the claims.
+
+        `config`: other settings than those of the claim's revision. `state`: another state than the fold's own, which
+        then stays as it is.
+        """
+        begin, state = time.monotonic(), state or self.state
+        taken = ahead or self.read(step, staging)
+        claim, rows = taken.claim, taken.rows
+        config = config or self.config_of(claim.revision)
+        read = time.monotonic()
+        batch = stages.assemble(rows)
+        facts = self._stages(batch, claim, config, int(rows.idx_min_G.min(initial=claim.idx)))
+        built = time.monotonic()
+        result = training_step(state.policy, state.optimizer, self._ranks, batch,
+                               _plan(claim, config, state.skipped_in_a_row))
+        state.skipped_in_a_row = result.skipped_in_a_row
+        seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built,
+                   "since_update": result.first_forward_s - self._updated_s}
+        self._updated_s = result.updated_s
+        return Trained(claim, rows, result, facts, config, seconds)
+
+    def metrics(self, trained: Trained, changed: float) -> dict[str, float]:
+        """The learner's metrics that are a function of the step (`Metric.of_step`), and the reward parts.
+
+        `changed`: share of values that the step's publication changed; NaN where nothing was published.
+        """
+        claim, rows, config = trained.claim, trained.rows, trained.config
+        first = {step: value for step, value in self.first_mismatch.items() if step < claim.step}
+        bound = mismatch_bound(first, float32=config.learner.dtype == config.rollout.engine.dtype == "float32")
+        return {**experience_metrics(rows, claim), **token_metrics(trained.facts, len(rows.reward_N)),
+                **update_metrics(trained.result, learning_rate(claim.step, config), bound),
+                **part_metrics(part_means(rows)), "weights/changed": changed}
+
+    def config_of(self, revision: int) -> Config:
+        """What a step whose claim was made under this revision is trained by."""
+        if revision not in self._configs:
+            self._configs[revision] = trained_by(config_of(self._run, revision), self._config)
+        return self._configs[revision]
+
+    def _updates_per_step(self, claim: Claim, oldest_idx: int) -> int | list[int]:
+        """Optimizer updates of every step before the claim's, or of each of them, newest first, back to the one behind
+        publication `oldest_idx`: steps of another revision may have made more or fewer."""
+        if claim.revision == 0:  # revisions never fall: all before are of revision 0, too
+            return self.config_of(0).updates_per_step
+        made: list[int] = []
+        for step in range(claim.step - 1, oldest_idx * self._config.publish_every - 1, -1):
+            if step not in self._revisions:
+                self._revisions[step] = read_claim(self._run, step).revision
+            made.append(self.config_of(self._revisions[step]).updates_per_step)
+        return made
+
+    def _stages(self, batch: Any, claim: Claim, config: Config, oldest_idx: int) -> TokenFacts:
+        """Masks and advantages, in place; returns what all ranks saw."""
+        stages.mark_tokens(batch, step=claim.step, publish_every=config.publish_every,
+                           updates_per_step=self._updates_per_step(claim, oldest_idx))
+        sampled_T = stages.column(batch, "loss_mask")
+        lag_T = stages.column(batch, "lag")[sampled_T]
+        swapped_M = torch.segment_reduce(stages.column(batch, "swapped").float(), "max",
+                                         lengths=stages.column(batch, "cu_seqlens").diff())
+        masked = 0
+        if claim.policy == "mask":
+            masked = stages.mask_by_age(batch, idx=claim.idx, limit=math.ceil(Decimal(claim.eta)))
+        stages.mask_truncated(batch, config.learner.loss.truncated)
+        stages.add_advantages(batch, config.learner.advantage)
+        sampled, masked_all, lag, mixed, loss = self._ranks.sum([
+            float(sampled_T.sum()), float(masked), float(lag_T.sum()), float(swapped_M.sum()),
+            float(stages.column(batch, "loss_mask").sum())])
+        [lag_max] = self._ranks.max([float(lag_T.max()) if len(lag_T) else 0.0])
+        return TokenFacts(sampled=sampled, masked_by_age=masked_all, lag=lag, lag_max=lag_max, mixed=mixed, loss=loss)
+
+
+def _plan(claim: Claim, config: Config, skipped_in_a_row: int) -> StepPlan:
+    return StepPlan(step=claim.step, idx=claim.idx, learning_rate=learning_rate(claim.step, config),
+                    groups=len(claim.groups), minibatch_groups=config.minibatch_groups,
+                    max_new_tokens=config.sampling.max_new_tokens, learner=config.learner,
+                    skipped_in_a_row=skipped_in_a_row, max_skipped=config.failure.max_skipped_updates)

@@ -1,0 +1,136 @@
+"""`make soak`: a long run of the preset `tiny-cpu` that learns nothing, watched for what grows.
+
+HEADWAY_SOAK_STEPS steps (2,000 unless set) at a learning rate that changes no weight, with `retention.replay=window`.
+The first tenth of the steps warms everything up, the second tenth is what the last tenth is compared with:
+
+* resident memory of each process: median of the last tenth against that behind the first one
+* bytes of shards on disk: the largest of the last tenth against the largest of the second one
+* processor seconds of all processes per trained token: last tenth against the second one
+
+Not part of `make bench`: 2,000 steps take a quarter of an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rl_core.records import read_record, recorded_steps
+from rl_core.run_dir import RunDir
+from tests.benchmarks.measure import figure
+from tests.runs import Command, Home, processes_of
+
+STEPS = int(os.environ.get("HEADWAY_SOAK_STEPS", "2000"))
+WARM, COMPARED = STEPS // 10, STEPS // 5
+LAST = STEPS - STEPS // 10
+SETTINGS = (f"total_steps={STEPS}", "learner.lr=1e-30", "learner.decay=constant", "learner.warmup_steps=0",
+            "retention.replay=window", f"checkpoint.every={max(1, STEPS // 40)}", "checkpoint.best=null",
+            f"validation.every={max(1, STEPS // 10)}")
+EVERY_S = 1.0
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+NAMES = {"raylet/raylet": "raylet", "gcs_server": "gcs", "prefect": "prefect", "keeper.py": "keeper",
+         "flows.cli": "owner", "ray": "ray"}
+
+
+@dataclass(slots=True)
+class Watched:
+    """What was seen at each look, by the number of recorded steps."""
+
+    memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Process -> (steps, resident bytes)."""
+    shards: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    cpu: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """(steps, processor seconds of all processes until then)."""
+    spent: dict[int, float] = field(default_factory=dict[int, float])
+    """Processor seconds by pid, also of those that have ended."""
+
+    def look(self, home: Home, run: RunDir) -> None:
+        steps = len(recorded_steps(run))
+        for pid, command in processes_of(home).items():
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                name = name_of(pid, command, run)
+            except OSError:
+                continue
+            self.spent[pid] = (int(fields[11]) + int(fields[12])) / TICKS
+            self.memory[f"{name} ({pid})"].append((steps, int(fields[21]) * PAGE))
+        self.cpu.append((steps, sum(self.spent.values())))
+        self.shards.append((steps, sum(size_of(path) for path in run.streams.glob("*/*.arrow"))))
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # retired
+        return 0
+
+
+def name_of(pid: int, command: str, run: RunDir) -> str:
+    """An actor by its log, another process by its command."""
+    log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+    if log.parent == run.logs:
+        return log.stem
+    return next((name for part, name in NAMES.items() if part in command), command.split()[0] if command else "?")
+
+
+def within(seen: list[tuple[int, Any]], first: int, last: int) -> list[Any]:
+    """Looks of these steps, without the end of the run: its figures and its goodbye are no part of a step."""
+    return [value for steps, value in seen if first <= steps <= min(last, STEPS - 1)]
+
+
+def watch(home: Home) -> tuple[Command, Watched]:
+    command, watched = home.train("soak", *SETTINGS), Watched()
+    while command.process.poll() is None:
+        watched.look(home, command.run)
+        time.sleep(EVERY_S)
+    assert command.wait() == 0, (command.out, command.err)
+    return command, watched
+
+
+def soak() -> Iterator[dict[str, Any]]:
+    """One run, its figures."""
+    with tempfile.TemporaryDirectory(prefix="headway-soak-") as name:
+        home, begun = Home(Path(name)), time.monotonic()
+        command, seen = watch(home)
+        run = command.run
+        yield figure("soak/steps", STEPS, "steps", seconds=round(time.monotonic() - begun))
+        for process, looks in seen.memory.items():
+            warm, end = within(looks, WARM, COMPARED), within(looks, LAST, STEPS)
+            if warm and end:
+                grown = 100 * (statistics.median(end) / statistics.median(warm) - 1)
+                yield figure(f"soak/memory_growth {process}", grown, "%", "<= 5",
+                             megabytes=[round(statistics.median(some) / 2**20, 1) for some in (warm, end)])
+        before, after = (max(within(seen.shards, *span)) for span in ((WARM, COMPARED), (LAST, STEPS)))
+        yield figure("soak/shard_bytes", after / before, "x", "<= 1.25", megabytes=round(after / 2**20, 2))
+        rest = sum(size_of(path) for path in run.root.rglob("*") if path.is_file() and path.suffix != ".arrow")
+        yield figure("soak/other_bytes_per_step", rest / STEPS, "bytes")
+        early, late = cost(run, seen, WARM, COMPARED), cost(run, seen, LAST, STEPS)
+        yield figure("soak/cpu_per_token_change", abs(100 * (late / early - 1)), "%", "<= 10",
+                     microseconds=[round(1e6 * early, 1), round(1e6 * late, 1)])
+
+
+def cost(run: RunDir, seen: Watched, first: int, last: int) -> float:
+    """Processor seconds of all processes per token in the loss, between two looks in this span of steps."""
+    looks = within([(steps, (steps, spent)) for steps, spent in seen.cpu], first, last)
+    (begin, before), (end, after) = looks[0], looks[-1]
+    tokens = sum(read_record(run, step).metrics["train/loss_tokens"] for step in range(begin, end))
+    return (after - before) / tokens
+
+
+if __name__ == "__main__":
+    lines = list(soak())
+    print(*map(json.dumps, lines), sep="\n")
+    sys.exit(any(line["ok"] is False for line in lines))

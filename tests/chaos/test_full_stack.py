@@ -1,0 +1,178 @@
+"""The full-stack tier: every process of a real run is killed at every moment of it; the same command finishes the run.
+
+The pump is a thread of the owner, and the engine lives in the rollout worker's process: they die with them. MLflow is a
+database that the owner writes, not a server. `make chaos` runs this; it takes about half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rl_core.records import recorded_steps
+from rl_core.run_dir import newest_attempt
+from tests.chaos.stack import MOMENTS, Run, check_finished, kill_at, pid_of
+from tests.runs import Home
+
+VICTIMS = ("owner", "learner", "rollout", "validation", "prefect")
+PER_KILL, LAST = 25, 20
+"""Steps of a run: so many for each of its kills, and so many behind the last one."""
+REWARD = """
+import os
+import time
+
+
+def score(answer, ground_truth):
+    if not os.path.exists({over!r}):
+        time.sleep(0.02)
+    return float(answer == ground_truth)
+"""
+"""Slow until the kills are over, so that the steps last."""
+APART = 3
+"""Steps recorded between two kills, so that each meets a run that goes on."""
+SETTINGS = (
+    "reward=./reward.py:score", "groups_per_step=4", "group_size=4", "validation.every=4",
+    "validation.slots=16", "checkpoint.every=5", "data.size=4096", "data.validation_size=64", "model.warmup_steps=0",
+    "learner.loss.entropy_coef=0.05", "learner.decay=constant",
+    "failure.worker_restarts=100", "failure.learner_restarts=100", "failure.max_leases=50")
+"""A model without warm-up, which no reward moves: its entropy does."""
+RUNS = 6
+Cell = tuple[str, str]
+"""(victim, moment)."""
+
+EXPECTED = {
+    "owner": "services and actors live on; the same command adopts them and goes on with the claimed step",
+    "learner": "the owner starts it again: newest checkpoint, replay, the same claim; while it is being adopted the "
+               "command may end with LearnerDead, and the same command goes on",
+    "rollout": "the pump starts it again, its groups in flight are leased again",
+    "validation": "the owner starts it again, the validation is made again",
+    "prefect": "the run goes on, and the next start has a server again; a start may fail, and the same command goes on",
+}
+
+
+@dataclass
+class Table:
+    """How often each cell was killed, hit at its moment, and survived by the command itself."""
+
+    killed: Counter[Cell] = field(default_factory=Counter[Cell])
+    hit: Counter[Cell] = field(default_factory=Counter[Cell])
+    survived: Counter[Cell] = field(default_factory=Counter[Cell])
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        lines = [f"{'victim':<12}{'moment':<12}{'kills':>6}{'at it':>6}{'went on by itself':>19}"]
+        for (victim, moment), kills in sorted(self.killed.items()):
+            cell = victim, moment
+            lines.append(f"{victim:<12}{moment:<12}{kills:>6}{self.hit[cell]:>6}{self.survived[cell]:>19}")
+        lines.append(f"{self.killed.total()} kills, {self.hit.total()} at their moment, {self.seconds:.0f} s")
+        return "\n".join([*lines, *(f"{victim}: {expected}" for victim, expected in EXPECTED.items())])
+
+
+def plans() -> list[list[Cell]]:
+    """Every cell twice, over RUNS runs. Behind each kill of an owner the next start is killed into; the last kills of a
+    run are such a pair that leaves Prefect alive, to be told how the run ended."""
+    rng = random.Random(4)
+    cells = [(victim, moment) for victim in VICTIMS for moment in MOMENTS] * 2
+    owners = [cell for cell in cells if cell[0] == "owner" and cell[1] != "start"]
+    starts = [cell for cell in cells if cell[1] == "start"]
+    others = [cell for cell in cells if cell[0] != "owner" and cell[1] != "start"]
+    for some in (owners, starts, others):
+        rng.shuffle(some)
+    starts.sort(key=lambda cell: cell[0] != "prefect")
+    pairs = list(zip(owners, starts, strict=True))
+    made: list[list[Cell]] = []
+    for i in range(RUNS):
+        *first, last = pairs[i::RUNS]
+        made.append([*(cell for pair in first for cell in pair), *others[i::RUNS], *last])
+    return made
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    made, begun = Table(), time.monotonic()
+    yield made
+    made.seconds = time.monotonic() - begun
+    print(f"\n{made.text()}")
+
+
+@dataclass
+class Chaos:
+    """One run under kills: the command that is under way, and what it was."""
+
+    home: Home
+    key: str
+    steps: int
+    work: Path
+    table: Table
+
+    def start(self) -> None:
+        attempt = newest_attempt(self.home.run(self.key))
+        self.command = self.home.train(self.key, *SETTINGS, f"total_steps={self.steps}", cwd=self.work)
+        self.at = Run(self.home, self.command.run, attempt)
+
+    def kill(self, victim: str, moment: str) -> None:
+        """Kill the victim at the moment; the same command follows where the run did not go on by itself."""
+        command, run = self.command, self.command.run
+        if moment != "start":
+            command.wait_for_step(len(recorded_steps(run)) + APART)
+        before = pid_of(self.home, command, victim)
+        hit = kill_at(self.at, command, victim, moment)
+        assert hit is not None, f"ended before {victim} could be killed in {moment}: {command.process.communicate()}"
+        self.table.killed[victim, moment] += 1
+        self.table.hit[victim, moment] += hit
+        print(f"{self.key}: {victim} in {moment}, {'hit' if hit else 'not at it'}, step {len(recorded_steps(run))}",
+              flush=True)
+        if victim != "owner" and self.goes_on(victim, before):
+            self.table.survived[victim, moment] += 1
+            return
+        code = command.wait(30)
+        assert victim == "owner" or moment == "start", (victim, moment, command.out, command.err)
+        assert code == (-9 if victim == "owner" else 1), (victim, moment, code, command.out, command.err)
+        self.start()
+
+    def goes_on(self, victim: str, before: int | None) -> bool:
+        """Whether the run records further steps, and the victim has a successor; False if the command ends."""
+        command, until = self.command, time.monotonic() + 120
+        first = len(recorded_steps(command.run))
+        while command.process.poll() is None:
+            ahead = len(recorded_steps(command.run)) >= first + APART
+            later = victim in ("prefect", "validation")  # the next start has it, the next validation
+            if ahead and (later or pid_of(self.home, command, victim) not in (None, before)):
+                return True
+            assert time.monotonic() < until, f"no step within 120 s after {victim} was killed"
+            time.sleep(0.05)
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", plans(), ids=range(RUNS))
+def test_wherever_a_process_is_killed_the_same_command_finishes_the_run(
+        home: Home, table: Table, plan: list[Cell], request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD.format(over=str(tmp_path / "over")))
+    chaos = Chaos(home, f"chaos-{request.node.callspec.id}", PER_KILL * len(plan) + LAST, tmp_path, table)
+    chaos.start()
+    try:
+        for victim, moment in plan:
+            if pid_of(home, chaos.command, victim) is None and victim == "prefect" and moment != "start":
+                chaos.kill("owner", "step")  # a server that was killed comes back with the next start
+            chaos.kill(victim, moment)
+        (tmp_path / "over").touch()
+        assert chaos.command.wait(400) == 0, (chaos.command.out, chaos.command.err)
+        check_finished(home, chaos.command, chaos.steps)
+    finally:
+        chaos.command.process.kill()  # nothing where it has ended
+
+
+@pytest.mark.slow
+def test_every_cell_was_hit(table: Table) -> None:
+    """After the runs: sixty kills, every victim at every moment."""
+    assert table.killed.total() >= 60
+    never = [cell for cell in table.killed if table.hit[cell] == 0]
+    assert not never, f"never at its moment: {never}"
+    assert {victim for victim, _ in table.killed} == set(VICTIMS)
