@@ -371,8 +371,9 @@ REFUSED: dict[str, Bad] = {
     "run whose data changed": Bad(
         ["data.train=rows.jsonl", "data.validation=null"], f"/runs/{KEY}: ", "data changed since the run began",
         "put it back, or use another --run-key", {"rows.jsonl": GOOD}, key=KEY, prepare=run_on_other_data),
-    "run that is alive": Bad(SMALL, f"/runs/{KEY}: ", f"owned by pid {os.getpid()} on ",
-                             "stop it first, end it with --take-over, or use another", key=KEY, prepare=alive_run, verbs=("train",)),
+    "run that is alive": Bad(
+        SMALL, f"/runs/{KEY}: ", f"owned by pid {os.getpid()} on ",
+        "stop it first, end it with --take-over, or use another", key=KEY, prepare=alive_run, verbs=("train",)),
     "run of a newer Headway": Bad(
         SMALL, r"run\.json: ", "format 99 is newer", "upgrade", key=KEY,
         prepare=lambda place: put_if_absent(place.run().run_json, b'{"format": 99}')),
