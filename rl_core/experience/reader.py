@@ -132,8 +132,11 @@ def open_claim(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], NDArray
     """
     keys = sorted({(group.stream, group.seq) for group in claim.groups})
     place = {key: i for i, key in enumerate(keys)}
-    ensure_not_retired(run, claim)
-    batches = [_open(run.shard(*key), claim, claim.shard_digests.get(shard_key(*key))) for key in keys]
+    try:
+        batches = [_open(run.shard(*key), claim, claim.shard_digests.get(shard_key(*key))) for key in keys]
+    except ClaimedShardCorrupt:
+        ensure_not_retired(run, claim)  # one that is not there: looked for only then, since every step comes this way
+        raise
     ids: list[list[str]] = [batch.column("group_id").to_pylist() for batch in batches]
     shard_G = [place[group.stream, group.seq] for group in claim.groups]
     for shard, group in zip(shard_G, claim.groups, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -58,11 +59,21 @@ def renamed_claim(patch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def fsspec_create(path: Path, data: bytes, *, fsync: bool = True) -> bool:
-    """fsspec's local file system, asked for the exclusive create that object stores have."""
+    """fsspec's local file system, asked for the exclusive create that object stores have: it looks, and then writes.
+    Between the two a millisecond passes, so that the race is met on any machine."""
     import fsspec
 
+    files = fsspec.filesystem("file", skip_instance_cache=True)
+    looked = files.exists
+
+    def exists(name: str) -> bool:
+        found = looked(name)
+        time.sleep(0.001)
+        return found
+
+    files.exists = exists
     try:
-        fsspec.filesystem("file").pipe_file(str(path), data, mode="create")
+        files.pipe_file(str(path), data, mode="create")
     except FileExistsError:
         return False
     return True

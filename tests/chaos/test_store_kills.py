@@ -361,6 +361,6 @@ def test_nothing_is_lost_torn_or_trained_twice_wherever_a_process_is_killed(tmp_
           f"done again: {said['again']}; lost 0, trained twice 0")
     assert said["missing"] == [], f"not met {each} times: {said['missing']}"
     assert sum(hit.values()) >= kills
-    assert hit[f"writer: {ANY_TIME}"] and hit[f"owner: {ANY_TIME}"]
+    assert sum(hit.get(f"{role}: {ANY_TIME}", 0) for role in ("writer", "owner")) >= each
     assert said["again"]["r"] > 0, "no recorded step was replayed"
     assert said["again"]["c"] > 0, "no claim of a dead owner was trained by the next one"
