@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from flows.console import Console
-from flows.launch import FAILED, QUIET, REFUSED
+from flows.command import FAILED, failed, hush, show
 from flows.presets import DEFAULT, load_preset
 from rl_core.errors import ConfigError, DataError, DeadlinePassed
 from rl_core.plan import merge, parse_overrides, resolve
 
-TOY_TOKENS = 64
-"""Longest prompt of the default preset."""
 HEAD, TAIL = 24, 16
 """Tokens of a long prompt that are shown."""
 
 
 def check_files(files: Sequence[str], preset: str, overrides: Sequence[str], *, row: int, as_json: bool) -> int:
     """Run `headway data check`; returns its exit code. Without files: `data.train` of the settings."""
-    os.environ.setdefault("HEADWAY_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))  # the person's word on it
-    os.environ.update(QUIET)
+    hush()
     given: dict[str, Any] = {}
     try:
         given = parse_overrides(overrides)
@@ -34,13 +27,8 @@ def check_files(files: Sequence[str], preset: str, overrides: Sequence[str], *, 
 
         report = check_data(config, row=row)
     except (ConfigError, DataError, DeadlinePassed) as error:
-        for line in [*str(error).splitlines(), *_toy(str(error), preset, given)]:
-            print(f"error: {line}", file=sys.stderr)
-        return REFUSED
-    if as_json:
-        print(json.dumps(report, allow_nan=False), file=sys.stdout)
-    else:
-        Console().lines(report_lines(report))
+        return failed("\n".join([str(error), *_toy(str(error), preset, given)]))
+    show(report, report_lines, as_json=as_json)
     return 0 if report["holds"] else FAILED
 
 
@@ -48,7 +36,8 @@ def _toy(why: str, preset: str, given: dict[str, Any]) -> list[str]:
     """People check their rows before they have chosen a model: it is the default's that refuses them."""
     if preset != DEFAULT or "model" in given or "token" not in why:
         return []
-    return [f"this was checked for the model of preset {DEFAULT}, which knows digits, small letters and {TOY_TOKENS} "
+    longest = load_preset(DEFAULT)["data"]["max_prompt_tokens"]
+    return [f"this was checked for the model of preset {DEFAULT}, which knows digits, small letters and {longest} "
             "tokens a prompt; for a model of yours add --preset local-model-cpu --set model.path=DIR"]
 
 

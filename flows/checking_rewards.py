@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
-from flows.console import Console, clean
+from flows.command import FAILED, failed, show
+from flows.console import clean
 from flows.presets import load_preset
 from rl_core.errors import ConfigError, DataError, DeadlinePassed
 from rl_core.plan import merge, parse_overrides, resolve
 
-REFUSED = 2
 WIDTHS = {"row": 24, "of": 13, "answer": 24, "reward": 8, "correct": 7, "extracted": 16, "ms": 8}
 COMPLETE = 60
 """Characters of the last column, the parts."""
@@ -28,14 +26,9 @@ def show_trial(reward: str, preset: str, set_: list[str], *, data: str | None, r
         config = resolve(load_preset(preset), merge(parse_overrides(set_), chosen))
         report = try_reward(config, rows)
     except (ConfigError, DataError, DeadlinePassed) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return REFUSED
-    if as_json:
-        print(json.dumps(report, allow_nan=False), file=sys.stdout)
-    else:
-        Console().lines(report_lines(report))
-    return 0 if report["holds"] else 1
+        return failed(error)
+    show(report, report_lines, as_json=as_json)
+    return 0 if report["holds"] else FAILED
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:

@@ -11,7 +11,8 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -172,6 +173,14 @@ class Console:
             self._live.start()
         else:
             self._live.update(picture)
+
+
+@contextmanager
+def stage(console: Console, name: str) -> Iterator[None]:
+    """Say how long it took, unless it raises."""
+    begun = time.monotonic()
+    yield
+    console.line(f"  {name:<12} {time.monotonic() - begun:6.1f} s")
 
 
 def plain_line(view: View, left_s: float | None) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flows.console import Console, duration
+from flows.command import FAILED, failed, show
+from flows.console import duration
 from rl_core.errors import BrokenFile, ConfigError
-
-REFUSED = 2
 
 
 def show_diagnosis(run_key: str | None, *, fix: bool, as_json: bool) -> int:
@@ -23,14 +20,10 @@ def show_diagnosis(run_key: str | None, *, fix: bool, as_json: bool) -> int:
         if mended:
             report = diagnose(run_key)
     except (ConfigError, BrokenFile) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
+        return failed(error)
     report["mended"] = mended
-    if as_json:
-        print(json.dumps(report, allow_nan=False), file=sys.stdout)
-    else:
-        Console().lines(diagnosis_lines(report, one=run_key is not None))
-    return 0 if report["healthy"] else 1
+    show(report, lambda found: diagnosis_lines(found, one=run_key is not None), as_json=as_json)
+    return 0 if report["healthy"] else FAILED
 
 
 def _mended(report: Mapping[str, Any], run_key: str | None) -> dict[str, list[str]]:

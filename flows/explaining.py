@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flows.console import Console, number
-from flows.launch import REFUSED
+from flows.command import failed, show
+from flows.console import number
 from rl_core.errors import BrokenFile, ConfigError
 
 CANNOT_SAY = ("the same groups at the same steps; a run under this policy would have claimed others, trained other "
@@ -22,13 +20,8 @@ def explain_policy(run_key: str, *, policy: str | None, bound: str | None, hard_
     try:
         found = explained_policy(run_key, policy=policy, bound=bound, hard_max=hard_max)
     except (ConfigError, BrokenFile) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return REFUSED
-    if as_json:
-        Console().line(json.dumps(found, allow_nan=False))
-    else:
-        Console().lines(policy_lines(found))
+        return failed(error)
+    show(found, policy_lines, as_json=as_json)
     return 0
 
 

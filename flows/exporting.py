@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-from types import FrameType
 from typing import Any
 
-from flows.console import Console
-from flows.launch import FAILED, INTERRUPTED, QUIET, REFUSED, TERMINATED
+from flows.command import FAILED, INTERRUPTED, failed, hush, leave_on_sigterm, show
 from rl_core.errors import BrokenFile, ConfigError
 
 
 def export_model(run_key: str, out: str, *, step: int | None, best: bool, by: str | None, dtype: str,
                  as_json: bool) -> int:
     """Run `headway export`; returns its exit code. What does not end well leaves nothing under `out`."""
-    os.environ.update(QUIET)
-    signal.signal(signal.SIGTERM, _terminated)
+    hush()
+    leave_on_sigterm()  # by way of the export, which clears up
     from tasks.exporting import export_run
 
     try:
         report = export_run(run_key, out, step=step, best=best or by is not None, by=by, dtype=dtype)
     except (ConfigError, BrokenFile) as error:
-        return _failed(str(error), REFUSED)
+        return failed(error)
     except OSError as error:
-        return _failed(f"--out {out!r}: nothing was written ({error.strerror or error})", FAILED)
+        return failed(f"--out {out!r}: nothing was written ({error.strerror or error})", FAILED)
     except KeyboardInterrupt:
-        return _failed("stopped; nothing was written", INTERRUPTED)
-    if as_json:
-        print(json.dumps(report, allow_nan=False), file=sys.stdout)
-    else:
-        Console().lines(_lines(report))
+        return failed("stopped; nothing was written", INTERRUPTED)
+    show(report, _lines, as_json=as_json)
     return 0
-
-
-def _failed(why: str, code: int) -> int:
-    for line in why.splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    return code
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
@@ -50,8 +35,3 @@ def _lines(report: dict[str, Any]) -> list[str]:
         where = "" if best["step"] == step else f"; no weights of it are left, the checkpoint before it is after {step}"
         rows.insert(2, ("best", f"{best['field']} {best['value']:.4g} after {best['step']} steps{where}"))
     return [f"{name:<12}{value}" for name, value in rows]
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    """Leave by way of the export, which clears up."""
-    raise SystemExit(TERMINATED)

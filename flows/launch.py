@@ -12,15 +12,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from flows.console import Console, amendment_text, failed_lines, next_lines, stopped_lines, summary_lines, view_of
+from flows.command import FAILED, INTERRUPTED, OUT_OF_TIME, QUIET, TERMINATED, failed, hush
+from flows.console import (
+    Console,
+    amendment_text,
+    failed_lines,
+    next_lines,
+    stage,
+    stopped_lines,
+    summary_lines,
+    view_of,
+)
 from flows.presets import DEFAULT, base_of
 from rl_core.config import Config
 from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, NoExclusiveCreate, RunIsAlive
@@ -29,24 +38,9 @@ from rl_core.plan import describe, make_plan, parse_overrides, resolve
 if TYPE_CHECKING:
     from tasks.preparation import Prepared
 
-REFUSED, FAILED, INTERRUPTED, TERMINATED, OUT_OF_TIME = 2, 1, 130, 143, 124
-"""Exit codes; 0 is completed. REFUSED: nothing was started. OUT_OF_TIME: max_wall_time, as timeout(1) has it."""
 STOPPED_BY = {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED, "max_wall_time": OUT_OF_TIME}
 USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFile)
 LOOK_EVERY_S = 0.25
-QUIET = {
-    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-    "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
-    "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING",
-    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore",
-}
-"""Set before they are imported. The console belongs to Headway; what the others say is in Prefect's log and in the
-run's logs."""
 
 
 class Terminated(BaseException):
@@ -131,9 +125,7 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
 
 def _refused(console: Console, why: str) -> int:
     console.close()
-    for line in why.splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    return REFUSED
+    return failed(why)
 
 
 def _said(start: _Start, lines: Sequence[str], status: str, code: int, wall_s: float | None = None) -> int:
@@ -150,7 +142,8 @@ def _said(start: _Start, lines: Sequence[str], status: str, code: int, wall_s: f
 
 def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int:
     console = start.console
-    _hush(start)
+    if not start.verbose:  # before anything heavy is imported
+        hush()
     with stage(console, "plan"):
         changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend)
         start.run_key = prepared.run_key
@@ -200,7 +193,8 @@ def _launch_again(start: _Start, run_key: str, from_step: int | None, overrides:
     open_run(run_dir(run_key), run_key)
     if from_step is None:
         return _launch(start, (), run_key)
-    _hush(start)
+    if not start.verbose:  # before anything heavy is imported
+        hush()
     from tasks.forking import make_fork
 
     with stage(start.console, "fork"):
@@ -219,13 +213,6 @@ def _taken_over(start: _Start, run_key: str | None) -> bool:
     from tasks.takeover import take_over
 
     return take_over(run_dir(run_key), say=lambda text: start.console.line(f"  {text}")) is not None
-
-
-def _hush(start: _Start) -> None:
-    """Before anything heavy is imported: unless the person wants to hear them, the others say nothing."""
-    if not start.verbose:
-        os.environ.setdefault("HEADWAY_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))  # the person's word on it
-        os.environ.update(QUIET)
 
 
 def _tracked(start: _Start, config: Config, result: dict[str, Any]) -> dict[str, Any]:
@@ -273,13 +260,6 @@ class _Flow:
     """Prefect's state, `COMPLETED`; empty where the call itself raised."""
     summary: Any = None
     error: BaseException | None = None
-
-
-@contextmanager
-def stage(console: Console, name: str) -> Iterator[None]:
-    begun = time.monotonic()
-    yield
-    console.line(f"  {name:<12} {time.monotonic() - begun:6.1f} s")
 
 
 def _run_flow(start: _Start, status: Path, changes: dict[str, Any]) -> _Flow:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
 from types import FrameType
 from typing import Any
 
+from flows.command import FAILED, failed, show
 from flows.console import Console
 from flows.looking_text import extreme_lines, group_lines, status_lines, step_lines
 from rl_core.errors import BrokenFile, ConfigError, DeadPart
-
-REFUSED = 2
 
 
 def show_status(run_key: str, *, as_json: bool) -> int:
@@ -27,7 +24,7 @@ def show_audit(run_key: str, *, as_json: bool) -> int:
     from tasks.inspection import run_audit
 
     return _show(run_audit, run_key, as_json=as_json, lines=_audit_lines,
-                 code=lambda report: 0 if report["holds"] else 1)
+                 code=lambda report: 0 if report["holds"] else FAILED)
 
 
 def show_answers(run_key: str, *, step: int | None, group: str | None, best: int | None, worst: int | None,
@@ -36,9 +33,9 @@ def show_answers(run_key: str, *, step: int | None, group: str | None, best: int
     or worst answers of a step or of the run."""
     given = [name for name, value in (("--group", group), ("--best", best), ("--worst", worst)) if value is not None]
     if len(given) > 1 or (group is not None and step is not None):
-        print(f"error: {' and '.join([*given, *(['--step'] if step is not None and group else [])])} ask for different "
-              "things; give --group alone, or one of --best and --worst, with --step or without", file=sys.stderr)
-        return REFUSED
+        named = [*given, *(["--step"] if step is not None and group else [])]
+        return failed(f"{' and '.join(named)} ask for different things; give --group alone, or one of --best and "
+                      "--worst, with --step or without")
     from tasks.answers import run_extremes, run_group, run_step
 
     if group is not None:
@@ -54,12 +51,8 @@ def _show(read: Any, run_key: str, *, as_json: bool, lines: Any, code: Any = lam
     try:
         report = read(run_key)
     except (ConfigError, BrokenFile) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    if as_json:
-        print(json.dumps(report, allow_nan=False), file=sys.stdout)
-    else:
-        Console().lines(lines(report))
+        return failed(error)
+    show(report, lines, as_json=as_json)
     return code(report)
 
 
@@ -90,8 +83,7 @@ def serve_ui() -> int:
                            f"         asks for user:password, which stands in {pages.secret}", "Ctrl-C ends both"])
             pages.wait()
     except DeadPart as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return failed(error, FAILED)
     except KeyboardInterrupt:
         return 0
     return 0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flows.command import FAILED, INTERRUPTED, failed, hush
 from flows.console import Console
-from flows.launch import FAILED, INTERRUPTED, QUIET, REFUSED
 from rl_core.errors import BrokenFile, ConfigError, ReplayUnavailable, RunEnded
 from rl_core.plan import parse_overrides
 
@@ -22,7 +20,7 @@ SHOWN = 12
 def replay_run(run_key: str, *, steps: Sequence[int], ranges: Sequence[str], against: str, listed: bool,
                overrides: Sequence[str], as_json: bool) -> int:
     """Run `headway replay`; returns its exit code: 0 the steps are what was recorded, 1 one is not, 2 refused."""
-    os.environ.update(QUIET)
+    hush()
     console = Console()
     try:
         if against != "recorded":
@@ -40,20 +38,13 @@ def replay_run(run_key: str, *, steps: Sequence[int], ranges: Sequence[str], aga
             return _try(console, run_key, chosen, changes, as_json=as_json)
         return _replay(console, run_key, chosen, as_json=as_json)
     except ReplayUnavailable as error:
-        return _said(f"ReplayUnavailable: {line}" for line in str(error).splitlines())
+        return failed("\n".join(f"ReplayUnavailable: {line}" for line in str(error).splitlines()))
     except (ConfigError, BrokenFile) as error:
-        return _said(str(error).splitlines())
+        return failed(error)
     except RunEnded as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
+        return failed(f"{type(error).__name__}: {error}", FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def _said(lines: Iterable[str]) -> int:
-    for line in lines:
-        print(f"error: {line}", file=sys.stderr)
-    return REFUSED
 
 
 def steps_of(steps: Sequence[int], ranges: Sequence[str]) -> list[int]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from flows.console import Console
-from flows.launch import FAILED, INTERRUPTED, QUIET, REFUSED, TERMINATED, stage
+from flows.command import FAILED, INTERRUPTED, failed, hush, leave_on_sigterm
+from flows.console import Console, stage
 from flows.presets import load_preset
 from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, RewardError
 from rl_core.plan import parse_overrides
@@ -28,20 +24,19 @@ SHOWN_PASSES = 2
 def validate(run_key: str | None, *, model: str | None, step: int | None, preset: str | None, overrides: Sequence[str],
              out: str | None, as_json: bool) -> int:
     """Run `headway validate`; returns its exit code."""
-    os.environ.setdefault("HEADWAY_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))  # the person's word on it
-    os.environ.update(QUIET)
-    signal.signal(signal.SIGTERM, _terminated)
+    hush()
+    leave_on_sigterm()
     console = Console()
     console.line(f"headway {version('headway')}: validate {run_key or model or ''}")
     try:
         _check_arguments(run_key, model, step, preset, out)
         report = _measure(console, run_key, model, step, preset, overrides, out)
     except (ConfigError, DataError, BrokenFile) as error:
-        return _failed(str(error), REFUSED)
+        return failed(error)
     except (DeadPart, RewardError, OSError) as error:
-        return _failed(str(error), FAILED)
+        return failed(error, FAILED)
     except KeyboardInterrupt:
-        return _failed("stopped; nothing was written", INTERRUPTED)
+        return failed("stopped; nothing was written", INTERRUPTED)
     console.lines(report_lines(report))
     if as_json:
         console.line(json.dumps(report, allow_nan=False))
@@ -89,16 +84,6 @@ class _Said:
         if time.monotonic() - self._said_at > SAY_EVERY_S:
             self._said_at = time.monotonic()
             self._console.line(f"  {scored} of {total} answers")
-
-
-def _failed(why: str, code: int) -> int:
-    for line in why.splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    return code
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
 
 
 # -- in words

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from flows.checking import check_files
-from flows.launch import QUIET, show_plan
+from flows.command import QUIET
+from flows.launch import show_plan
 from flows.presets import load_preset
 from rl_core.plan import describe, make_plan, parse_overrides, resolve
 from rl_core.preflight import inspect_inputs

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from flows.command import FAILED, INTERRUPTED, REFUSED, TERMINATED
 from flows.console import Console
-from flows.launch import FAILED, INTERRUPTED, REFUSED, TERMINATED, _ended, _Flow, _same_command, _Start
+from flows.launch import _ended, _Flow, _same_command, _Start
 from rl_core.config import Config
 from rl_core.errors import RunIsAlive
 from tasks.paths import new_run_key

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flows.launch import QUIET
+from flows.command import QUIET
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RewardError, RewardTimeout
 from rl_core.rollout.rewards.exact import exact

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flows.launch import QUIET
+from flows.command import QUIET
 from flows.validating import validate
 from rl_core.answers import Answer, fields_of, mean_reward
 from rl_core.config import Config
