@@ -55,7 +55,8 @@ test-all: $(DEV_STAMP)
 
 # Everything of tests/chaos and the reruns, one after the other, with what was hit: docs/chaos.md says what it proves.
 chaos: $(DEV_STAMP)
-	$(BIN)/python -m pytest -s -rA -m 'not gpu' $(addprefix tests/chaos/test_,mutants.py proofs.py store_kills.py full_stack.py) tests/pipeline/test_rerun.py \
+	$(BIN)/python -m pytest -s -rA -m 'not gpu' \
+		$(addprefix tests/chaos/test_,mutants.py proofs.py store_kills.py full_stack.py) tests/pipeline/test_rerun.py \
 		$(PYTEST_ARGS)
 
 soak: $(DEV_STAMP)

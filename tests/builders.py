@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.config import Config
+from rl_core.experience.experience import Experience
 from rl_core.experience.verify import ShardInfo, shard_key, verify_shard
-from rl_core.run_dir import RunDir
+from rl_core.run_dir import OwnerLock, RunDir
 from rl_core.types import (
     Claim,
     ClaimedGroup,
@@ -87,6 +90,20 @@ def make_run(path: Path) -> RunDir:
     """A run directory with nothing in it."""
     path.mkdir(parents=True, exist_ok=True)
     return RunDir(path)
+
+
+def store_config(**over: Any) -> Config:
+    """Four groups of four a step, without fsync."""
+    return Config.model_validate({"groups_per_step": 4, "group_size": 4, "total_steps": 50,
+                                  "storage": {"fsync": False}} | over)
+
+
+def next_owner(run: RunDir, config: Config | None = None) -> Experience:
+    """The experience of the run's next attempt."""
+    lock = OwnerLock(run)
+    attempt = lock.next_attempt(0, None)
+    lock.release()
+    return Experience(run, config or store_config(), attempt)
 
 
 def make_claim(run: RunDir, shards: Sequence[ShardRef], *, step: int = 0, eta: str = "2", hard_max: int = 8) -> Claim:

@@ -202,15 +202,21 @@ def put_drops(run: RunDir, step: int, drops: Sequence[Drop], *, attempt: int, co
 
     Raises StaleAttempt if a newer attempt owns the run.
     """
+    return _put_next(run, "drops", step, {"dropped": [_drop_json(drop) for drop in drops]}, attempt=attempt,
+                     consumer=consumer, fsync=fsync)
+
+
+def _put_next(run: RunDir, kind: Literal["drops", "retired"], step: int, content: dict[str, Any], *, attempt: int,
+              consumer: str, fsync: bool = True) -> Path:
+    """Create the next `<kind>-<step>-<i>.json`, i from 0; returns it. Raises StaleAttempt."""
     check_attempt(run, attempt)
-    taken = [int(path.stem.split("-")[2]) for k, path in numbered(run.ledger(consumer), r"drops-(\d{9})-\d{6}\.json")
-             if k == step]
+    place = {"drops": run.drops, "retired": run.retired}[kind]
+    taken = [i for i, _ in numbered(run.ledger(consumer), rf"{kind}-{step:09d}-(\d{{6}})\.json")]
     i = max(taken, default=-1) + 1
     while True:
-        payload = {"step": step, "i": i, "attempt": attempt, "dropped": [_drop_json(drop) for drop in drops],
-                   "ts_us": time.time_ns() // 1000}
-        if put_if_absent(run.drops(step, i, consumer), to_json(payload), fsync=fsync):
-            return run.drops(step, i, consumer)
+        payload = {"step": step, "i": i, "attempt": attempt, **content, "ts_us": time.time_ns() // 1000}
+        if put_if_absent(place(step, i, consumer), to_json(payload), fsync=fsync):
+            return place(step, i, consumer)
         check_attempt(run, attempt)
         i += 1
 
@@ -264,17 +270,9 @@ def put_retired(run: RunDir, step: int, shards: Sequence[tuple[str, int]], rows:
 
     Raises StaleAttempt if a newer attempt owns the run.
     """
-    check_attempt(run, attempt)
-    taken = [int(path.stem.split("-")[2]) for k, path in numbered(run.ledger(consumer), r"retired-(\d{9})-\d{6}\.json")
-             if k == step]
-    i = max(taken, default=-1) + 1
-    payload = {"step": step, "attempt": attempt, "shards": _spans(shards),
-               "rows": [[r.group_id, r.dataset_epoch, r.position, r.idx_min, r.stream, r.seq, r.row] for r in rows],
-               "ts_us": time.time_ns() // 1000}
-    while not put_if_absent(run.retired(step, i, consumer), to_json(payload)):
-        check_attempt(run, attempt)
-        i += 1
-    return run.retired(step, i, consumer)
+    rows_json = [[r.group_id, r.dataset_epoch, r.position, r.idx_min, r.stream, r.seq, r.row] for r in rows]
+    return _put_next(run, "retired", step, {"shards": _spans(shards), "rows": rows_json}, attempt=attempt,
+                     consumer=consumer)
 
 
 def _spans(shards: Sequence[tuple[str, int]]) -> list[list[Any]]:

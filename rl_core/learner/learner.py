@@ -131,8 +131,12 @@ class Learner:
         step trains nothing and returns None. Raises ValueError if `step` is not the next one, FileNotFoundError
         without a claim, StaleAttempt, ClaimedShardCorrupt, EngineMismatch, NonFiniteTraining.
         """
-        staging = self._free_staging()
-        ahead = self._read_ahead(step, staging)
+        with self._lent_staging() as staging:
+            ahead = self._read_ahead(step, staging)  # before the lock, which the step before it holds
+            return self._train_at_its_turn(step, attempt, staging, ahead)
+
+    def _train_at_its_turn(self, step: int, attempt: int | None, staging: Staging,
+                           ahead: Read | None) -> StepRecord | None:
         with self._owned(attempt):
             if step > self._next >= 0:  # sent ahead of the step before it: that one's turn comes first
                 self._lock.wait_for(lambda: self._next in (step, -1), timeout=TURN_S)
@@ -147,7 +151,6 @@ class Learner:
                 raise
             finally:
                 self._busy_since = None
-                self._stagings.put(staging)
                 self._lock.notify_all()
 
     def publish_current(self, attempt: int | None = None) -> WeightVersion | None:
@@ -194,11 +197,17 @@ class Learner:
 
     # -- one step
 
-    def _free_staging(self) -> Staging:
+    @contextmanager
+    def _lent_staging(self) -> Generator[Staging, None, None]:
+        """Buffers that nobody else has while the block lasts."""
         try:
-            return self._stagings.get_nowait()
+            staging = self._stagings.get_nowait()
         except queue.Empty:
-            return Staging()
+            staging = Staging()
+        try:
+            yield staging
+        finally:
+            self._stagings.put(staging)
 
     def _read_ahead(self, step: int, staging: Staging) -> Read | None:
         """The claim of a step that was sent ahead, read while the one before it trains; None where none does.

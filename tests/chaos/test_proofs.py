@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.config import Config
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import claims
 from rl_core.experience.retention import first_needed
 from rl_core.experience.retirement import retire
 from rl_core.experience.shards import ShardWriter
-from rl_core.run_dir import OwnerLock, RunDir, put_if_absent
+from rl_core.run_dir import RunDir, put_if_absent
 from rl_core.types import WeightVersion
 from rl_core.versions import put_version
-from tests.builders import make_group
+from tests.builders import make_group, next_owner, store_config
 from tests.unit.test_ledger import race
 
 B = 4
@@ -28,11 +27,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def start(run: RunDir, **over: object) -> Experience:
     """An owner's experience beside one worker that serves the initial weights, at the start of its attempt."""
-    config = Config.model_validate({"groups_per_step": B, "group_size": 4, "total_steps": 50,
-                                    "storage": {"fsync": False}, **over})
-    lock = OwnerLock(run)
-    experience = Experience(run, config, lock.next_attempt(0, None))
-    lock.release()
+    experience = next_owner(run, store_config(**over))
     experience.attach(100, lambda epoch, position: position)
     experience.discover(full=True)
     experience.serves("rollout-0", 0)

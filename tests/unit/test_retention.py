@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from rl_core.checkpoint import CheckpointState, checkpoints, newest_whole, write_checkpoint
-from rl_core.config import Config
 from rl_core.errors import BrokenFile, ClaimedShardCorrupt, DiskQuotaTooSmall, ShardRetired
 from rl_core.experience import experience as experience_module
 from rl_core.experience.archive import read_archived
@@ -39,25 +38,13 @@ from rl_core.experience.shards import ShardWriter
 from rl_core.experience.verify import map_shard
 from rl_core.landed_answers import answer_table
 from rl_core.landed_groups import group_table
-from rl_core.run_dir import OwnerLock, RunDir
+from rl_core.run_dir import RunDir
 from rl_core.types import Claim, Drop, Outcome
 from tasks.checkpoint import make_room, retire_shards
-from tests.builders import make_group, make_run, make_versions
+from tests.builders import make_group, make_run, make_versions, next_owner, store_config
 
 B = 4
 STEPS = 8
-
-
-def make_config(**over: Any) -> Config:
-    return Config.model_validate({"groups_per_step": B, "group_size": 4, "total_steps": 50,
-                                  "storage": {"fsync": False}} | over)
-
-
-def start(run: RunDir, config: Config | None = None) -> Experience:
-    lock = OwnerLock(run)
-    attempt = lock.next_attempt(0, None)
-    lock.release()
-    return Experience(run, config or make_config(), attempt)
 
 
 def story(run: RunDir, *, steps: int = STEPS) -> str:
@@ -74,7 +61,7 @@ def story(run: RunDir, *, steps: int = STEPS) -> str:
     w.land([replace(make_group(1), idx_min=0), make_group(0)])  # duplicates
     put_drops(run, 0, [Drop(group_id="e0-p100-t0", reason="stale", n_tokens=1),
                        Drop(group_id="e0-p101-t0", reason="filtered", n_tokens=1)], attempt=1)
-    experience = start(run)
+    experience = next_owner(run)
     for step in range(steps):
         assert isinstance(experience.claim(step, 5), Claim)
     return w.stream
@@ -205,7 +192,7 @@ class Killed(Exception):
 
 def knowledge(run: RunDir) -> dict[str, Any]:
     """What a start knows, and what it goes on with."""
-    experience = start(run)
+    experience = next_owner(run)
     experience.discover(full=True)
     experience.attach(200, lambda epoch, position: position)
     experience.leases_known()
@@ -231,7 +218,7 @@ def test_a_kill_at_any_point_costs_nothing(told: RunDir, point: str) -> None:
     assert knowledge(told) == before
     assert shards_there(told) == (list(range(12)) if name == "snapshot" else [4, 5, 6, 7, 8, 9, 10])
     assert before["tries"][100] == 0 and before["again"] == 1 and before["tries"][101] == FINISHED
-    start(run := told).retire(3)
+    next_owner(run := told).retire(3)
     assert shards_there(run) == [4, 5, 6, 7, 8, 9, 10]
     assert knowledge(run) == before and audit(run).holds
     for snapshot in run.ledger().glob("snap-*"):
@@ -241,7 +228,7 @@ def test_a_kill_at_any_point_costs_nothing(told: RunDir, point: str) -> None:
 
 
 def test_a_shard_is_not_looked_for_again_and_its_bytes_count_no_longer(told: RunDir) -> None:
-    experience = start(told)
+    experience = next_owner(told)
     experience.discover(full=True)
     before, groups = experience.discovery.landed_bytes, experience.discovery.landed_groups
     state = experience.admission(0)
@@ -251,7 +238,7 @@ def test_a_shard_is_not_looked_for_again_and_its_bytes_count_no_longer(told: Run
     assert experience.admission(0).group_bytes == state.group_bytes
     (stream,) = told.streams.iterdir()
     assert experience.discover(full=True) == 0
-    again = start(told)
+    again = next_owner(told)
     again.discover(full=True)
     assert again.discovery.landed_bytes == sum(path.stat().st_size for path in stream.glob("*.arrow"))
     assert again.discover() == 0
@@ -259,7 +246,7 @@ def test_a_shard_is_not_looked_for_again_and_its_bytes_count_no_longer(told: Run
 
 def test_a_shard_that_lands_behind_retired_ones_is_found(told: RunDir) -> None:
     retire(told, 3, attempt=99)
-    experience = start(told)
+    experience = next_owner(told)
     experience.discover(full=True)
     (stream,) = told.streams.iterdir()
     w = ShardWriter(told, "w", 1, {}, False)
@@ -322,7 +309,7 @@ def test_frames_skip_retired_shards_with_a_word(told: RunDir) -> None:
 
 
 def put_checkpoint(run: RunDir, n: int, *, keep: int = 9) -> None:
-    settings = make_config(checkpoint={"keep": keep}).checkpoint
+    settings = store_config(checkpoint={"keep": keep}).checkpoint
     write_checkpoint(run, CheckpointState(n=n, revision=0, weights_digest="", version_step=n, version_digest="",
                                           skipped_in_a_row=0), parameters={}, optimizer={}, version=None, attempt=99,
                      settings=settings, fsync=False)
@@ -356,7 +343,7 @@ def test_a_voided_step_needs_no_shards(told: RunDir) -> None:
 def test_an_archived_shard_keeps_its_reward_parts(run: RunDir, tmp_path: Path) -> None:
     w = ShardWriter(run, "w", 1, {"model": "m"}, False, parts=["format"])
     w.land([make_group(i) for i in range(4)])
-    start(run).claim(0, 5)
+    next_owner(run).claim(0, 5)
     want = map_shard(run.shard(w.stream, 0))[0].to_pylist()
     retire(run, 1, attempt=99, archive=tmp_path)
     batch, meta = read_archived(run.archived(tmp_path, w.stream, 0))
@@ -368,7 +355,7 @@ def test_an_archived_shard_has_the_same_columns_and_digests(told: RunDir, tmp_pa
     (stream,) = told.streams.iterdir()
     want = {seq: (map_shard(told.shard(stream.name, seq))[0].to_pylist(), map_shard(told.shard(stream.name, seq))[1])
             for seq in (0, 1, 2, 3, 11)}
-    experience = start(told, make_config(retention={"archive": str(tmp_path / "archive")}))
+    experience = next_owner(told, store_config(retention={"archive": str(tmp_path / "archive")}))
     assert len(experience.retire(3).shards) == 5
     for seq, (rows, meta) in want.items():
         batch, found = read_archived(tmp_path / "archive" / "told" / stream.name / f"{seq:08d}.parquet")
@@ -403,7 +390,7 @@ def lived(run: RunDir, seed: int, rule: Rule) -> list[str]:
     retirement (any of them may be what a start finds), and rows that wait."""
     rng = np.random.default_rng(seed)
     keep, w, position = int(rng.integers(1, 4)), ShardWriter(run, "w", 1, {}, False), 0
-    experience, whole, lost, window = start(run), set[int](), list[str](), 0
+    experience, whole, lost, window = next_owner(run), set[int](), list[str](), 0
     for _ in range(60):
         match int(rng.integers(0, 6)):
             case 0 | 1:
@@ -430,7 +417,7 @@ def lived(run: RunDir, seed: int, rule: Rule) -> list[str]:
                     window = max(window, min(sorted(whole)[-keep:]))
                 experience.retire(rule(sorted(whole), keep))
                 if rng.random() < 0.3:
-                    experience = start(run)
+                    experience = next_owner(run)
                     experience.discover(full=True)
         lost += [f"step {step} behind checkpoint {window}" for step in range(window, experience.next_step)
                  if not all(run.shard(g.stream, g.seq).exists() for g in read_claim(run, step).groups)]
@@ -465,7 +452,7 @@ def tight(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Experience:
     """Nine groups wait no more, two wait, and the quota has no room for another one."""
     monkeypatch.setattr(experience_module, "reserve_bytes", lambda run: 0)
     landed = sum(path.stat().st_size for path in run.streams.glob("*/*.arrow"))
-    experience = start(run, make_config(storage={"fsync": False, "bytes_quota": landed + 100}))
+    experience = next_owner(run, store_config(storage={"fsync": False, "bytes_quota": landed + 100}))
     experience.discover(full=True)
     experience.attach(200, lambda epoch, position: position)
     experience.leases_known()
@@ -499,7 +486,7 @@ def test_a_full_quota_ends_the_run_by_name_when_nothing_can_be_freed(told: RunDi
 
 
 def test_what_is_free_of_the_file_system_stops_admission_too(told: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    experience = start(told)
+    experience = next_owner(told)
     experience.discover(full=True)
     assert experience.admission(9).free_bytes == pytest.approx(shutil.disk_usage(told.root).free, rel=0.2)
     experience.attach(200, lambda epoch, position: position)
@@ -520,7 +507,7 @@ class Owner:
     """What retention needs of a session, over a real run; its learner writes real checkpoints."""
 
     def __init__(self, run: RunDir, **over: Any) -> None:
-        self.run, self.config, self.experience = run, make_config(**over), start(run, make_config(**over))
+        self.run, self.config, self.experience = run, store_config(**over), next_owner(run, store_config(**over))
         self.whole_checkpoints, self.notes, self.learner, self.progress = set[int](), list[str](), self, self
         self.experience.discover(full=True)
 

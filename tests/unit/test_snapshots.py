@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rl_core.config import Config
 from rl_core.experience.audit import audit
 from rl_core.experience.experience import Experience
 from rl_core.experience.index import group_keys
@@ -21,23 +20,11 @@ from rl_core.experience.outcomes import put_outcome
 from rl_core.experience.positions import FINISHED
 from rl_core.experience.shards import ShardWriter
 from rl_core.experience.snapshots import put_snapshot, read_past, snapshots
-from rl_core.run_dir import OwnerLock, RunDir, put_if_absent, to_json
+from rl_core.run_dir import RunDir, put_if_absent, to_json
 from rl_core.types import Claim, Drop, Outcome, OutcomeKind
-from tests.builders import make_group, make_run
+from tests.builders import make_group, make_run, next_owner, store_config
 
 B = 4
-
-
-def make_config(**over: Any) -> Config:
-    return Config.model_validate({"groups_per_step": B, "group_size": 4, "total_steps": 50,
-                                  "storage": {"fsync": False}} | over)
-
-
-def start(run: RunDir, config: Config | None = None) -> Experience:
-    lock = OwnerLock(run)
-    attempt = lock.next_attempt(0, None)
-    lock.release()
-    return Experience(run, config or make_config(), attempt)
 
 
 def outcome(position: int, kind: OutcomeKind, epoch: int = 0, try_no: int = 0) -> Outcome:
@@ -56,7 +43,7 @@ def story(run: RunDir) -> RunDir:
     put_outcome(run, outcome(22, "poison"))
     put_outcome(run, outcome(23, "failed"))
     w.land([make_group(9, try_no=1, lease_no=12), *(make_group(i) for i in (*range(12, 22), 24, 25, 26))])
-    experience = start(run)
+    experience = next_owner(run)
     for step in range(5):
         assert isinstance(experience.claim(step, 5), Claim)
     return run
@@ -69,7 +56,7 @@ def told(tmp_path: Path) -> RunDir:
 
 def knowledge(run: RunDir) -> dict[str, Any]:
     """All that a start knows, in a form that can be compared."""
-    experience = start(run)
+    experience = next_owner(run)
     experience.discover(full=True)
     experience.attach(30, lambda epoch, position: position)
     experience.leases_known()
@@ -111,7 +98,7 @@ def test_drops_and_outcomes_behind_a_snapshot_are_read(told: RunDir) -> None:
     put_drops(told, 5, [Drop(group_id="e0-p24-t0", reason="stale", n_tokens=1)], attempt=99)
     put_drops(told, 2, [Drop(group_id="e0-p25-t0", reason="stale", n_tokens=1)], attempt=99)  # of a late rival
     put_outcome(told, outcome(27, "given_up", try_no=3))
-    experience = start(told)
+    experience = next_owner(told)
     experience.discover(full=True)
     assert experience.L == 2
     assert experience.positions.try_of(0, 27) == FINISHED
@@ -191,11 +178,11 @@ def test_a_snapshot_needs_the_claims_it_tells_of(told: RunDir) -> None:
 
 def test_snapshots_are_written_while_claims_are_made(run: RunDir) -> None:
     ShardWriter(run, "w", 1, {}, False).land([make_group(i) for i in range(28)])
-    experience = start(run, make_config(retention={"snapshot_every": 3}))
+    experience = next_owner(run, store_config(retention={"snapshot_every": 3}))
     for step in range(7):
         experience.claim(step, 5)
     assert [step for step, _ in snapshots(run)] == [3, 6]
-    again = start(run)
+    again = next_owner(run)
     assert again.next_step == 7 and again.claim(6, 5) == read_claim(run, 6)
 
 
@@ -214,7 +201,7 @@ def closed_epoch(run: RunDir) -> Experience:
     put_drops(run, 0, [Drop(group_id="e0-p2-t0", reason="filtered", n_tokens=1)], attempt=1)
     put_outcome(run, outcome(7, "poison"))
     w.land([make_group(i, dataset_epoch=1) for i in range(3)])
-    experience = start(run)
+    experience = next_owner(run)
     experience.claim(0, 5)  # 0, 1, 4, 5
     experience.claim(1, 5)  # 6 and 0, 1, 2 of the next one
     return experience
@@ -241,7 +228,7 @@ def test_what_lands_late_of_a_closed_dataset_epoch_never_waits_and_is_never_leas
     put_outcome(run, outcome(3, "given_up", try_no=1))
     put_snapshot(run, 2, attempt=99)
     ShardWriter(run, "zombie", 1, {}, False).land([make_group(i) for i in (0, 3, 7)])
-    experience = start(run)
+    experience = next_owner(run)
     experience.discover(full=True)
     assert experience.L == 0
     experience.attach(8, lambda epoch, position: position)
