@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import launch
+from flows import command
 from rl_core.config import Config, LocalModel, TinyModel
 from rl_core.errors import ConfigError
 from rl_core.hub import ASKED_OFFLINE, OFFLINE, HubId, hub_id
@@ -144,5 +144,5 @@ def test_what_only_looks_like_one_is_refused(text: str) -> None:
 
 
 def test_the_command_remembers_the_persons_word() -> None:
-    """flows/launch.py may not import the module that has the name."""
-    assert f'"{ASKED_OFFLINE}"' in Path(launch.__file__).read_text()
+    """flows/command.py may not import the module that has the name."""
+    assert f'"{ASKED_OFFLINE}"' in Path(command.__file__).read_text()
