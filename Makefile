@@ -14,22 +14,31 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ASKED := $(shell cat pyproject.toml $(wildcard $(LOCK)) | cksum | cut -d ' ' -f 1)
 RUN_STAMP := $(VENV)/.headway-$(ASKED)
 DEV_STAMP := $(VENV)/.headway-dev-$(ASKED)
+# The environment of a CPU server of SGLang; its stamp is the hash of its pins.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PINS := deployments/sglang/requirements-cpu.txt
+SGLANG_STAMP := $(SGLANG_VENV)/.pins-$(shell cksum < $(SGLANG_PINS) | cut -d ' ' -f 1)
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
 SET ?=
 # Tests of deadlines have at most one other beside them. The longest files come first.
 DEADLINES := $(addprefix tests/,pipeline/test_stops.py contract/test_cluster.py contract/test_services.py chaos)
 OTHERS := $(filter-out $(DEADLINES),$(wildcard tests/pipeline/test_*.py tests/contract/test_*.py)) \
 	tests/architecture tests/unit
-PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu'
+PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu and not sglang and not services and not browser'
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev quickstart test test-all chaos soak lint bench lock clean
+.PHONY: help venv dev sglang quickstart test test-services test-browser test-sglang test-all chaos soak lint bench lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
 	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
+	@echo 'make sglang       the environment of an SGLang server without a GPU, about 3 GB, and two minutes'
+	@echo 'make test-sglang  what is promised of real SGLang servers, against them (at most eight minutes)'
+	@echo 'make test-services  kept servers, deployments, and what happens when they are killed (at most 15 minutes)'
+	@echo 'make test-browser   the pages in a headless Chromium, which it installs where it may'
 	@echo 'make test-all     the slow ones too'
-	@echo 'make chaos        kill every process at every moment, and the mutants: about 40 minutes on two cores'
+	@echo 'make chaos        kill every process at every moment, hang every part, and the mutants: about an hour on two cores'
 	@echo 'make soak         2,000 steps, watched for what grows (HEADWAY_SOAK_STEPS)'
 	@echo 'make lint         ruff, import-linter, pyright'
 	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
@@ -38,6 +47,7 @@ help:
 
 venv: $(RUN_STAMP)
 dev: $(DEV_STAMP)
+sglang: $(SGLANG_STAMP)
 
 quickstart: $(RUN_STAMP)
 	@$(BIN)/headway train --preset tiny-cpu $(SET)
@@ -50,14 +60,30 @@ else
 	$(PYTEST) -n 2 $(BY_FILE) $(DEADLINES)
 endif
 
-test-all: $(DEV_STAMP)
+test-sglang: $(DEV_STAMP) $(SGLANG_STAMP)
+	$(BIN)/python -m pytest -m 'sglang and not slow and not gpu' tests/contract $(PYTEST_ARGS)
+
+test-services: $(DEV_STAMP)
+	@$(PIP) install -qq $(CONSTRAIN) -e '.[postgres]' || echo 'psycopg could not be installed: tests of PostgreSQL are skipped'
+	$(BIN)/python -m pytest -m 'services and not browser' tests/services $(PYTEST_ARGS)
+
+# A Chromium of the system: playwright's own would come from outside of every package index.
+test-browser: $(DEV_STAMP)
+	@$(PIP) install -qq $(CONSTRAIN) -e '.[browser]' || \
+		{ echo 'playwright could not be installed from the package index: no browser can be driven'; exit 1; }
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+		{ echo 'installing chromium by apt-get'; apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+		{ echo 'no Chromium is here, and apt-get could not install one: sudo apt-get install chromium'; exit 1; }
+	$(BIN)/python -m pytest -m browser tests/services $(PYTEST_ARGS)
+
+test-all: $(DEV_STAMP) $(SGLANG_STAMP)
 	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
 
-# Everything of tests/chaos and the reruns, one after the other, with what was hit: docs/chaos.md says what it proves.
+# Everything of tests/chaos, reruns and a cancel, one after the other, with what was hit: docs/chaos.md says what it proves.
 chaos: $(DEV_STAMP)
 	$(BIN)/python -m pytest -s -rA -m 'not gpu' \
-		$(addprefix tests/chaos/test_,mutants.py proofs.py store_kills.py full_stack.py) tests/pipeline/test_rerun.py \
-		$(PYTEST_ARGS)
+		$(addprefix tests/chaos/test_,mutants.py proofs.py store_kills.py full_stack.py hangs.py recovery.py) \
+		$(addprefix tests/pipeline/test_,rerun.py shards_from.py cancel.py) $(PYTEST_ARGS)
 
 soak: $(DEV_STAMP)
 	@$(BIN)/python tests/benchmarks/soak.py
@@ -104,6 +130,19 @@ $(DEV_STAMP): $(RUN_STAMP)
 	@$(PIP) install -qq $(CONSTRAIN) -e '.[dev]'
 	@$(PIP) install -qq $(CONSTRAIN) -e '.[tasks]' || \
 		echo 'the extra `tasks` could not be installed (it takes a C compiler): tests of its rewards are skipped'
+	@touch $@
+
+# Packages as they are pinned, without those that they ask for: see the pins. torch first, and a CPU build of it.
+$(SGLANG_STAMP):
+	@test -n '$(PYTHON)' || { echo 'a server of SGLang needs Python 3.11 or newer'; exit 1; }
+	@echo 'the environment of an SGLang server: $(SGLANG_VENV), about 3 GB on disk, two minutes'
+	@rm -rf $(SGLANG_VENV)
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@torch=$$(grep '^torch==' $(SGLANG_PINS)); \
+	$(SGLANG_PIP) install -qq --no-index --no-deps "$$torch" >/dev/null 2>&1 || \
+	$(SGLANG_PIP) install -qq --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch" || \
+		{ echo "no CPU build of $$torch within reach: set TORCH_CPU_INDEX, or PIP_FIND_LINKS to a directory with its wheel"; exit 1; }
+	@$(SGLANG_PIP) install -qq --no-deps -r $(SGLANG_PINS)
 	@touch $@
 
 # PyPI's torch for Linux is a CUDA build. Without an NVIDIA device, take a CPU build: a wheel that pip finds on this

@@ -13,6 +13,8 @@ reward_app = typer.Typer(no_args_is_help=True, help="Rewards: try one before a r
 app.add_typer(reward_app, name="reward")
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: look at one before a run is built on it.")
 app.add_typer(data_app, name="data")
+services_app = typer.Typer(no_args_is_help=True, help="Prefect server, MLflow server and worker, kept alive.")
+app.add_typer(services_app, name="services")
 
 Preset = Annotated[str, typer.Option("--preset", help="A preset by name, or the path of a YAML file.")]
 OwnPreset = Annotated[str | None, typer.Option("--preset", help="A preset by name, or the path of a YAML file. Without "
@@ -23,6 +25,8 @@ Amend = Annotated[bool, typer.Option("--amend", help="Change how the run of --ru
 TakeOver = Annotated[bool, typer.Option("--take-over", help="End the process that owns the run now, then go on.")]
 Json = Annotated[bool, typer.Option("--json", help="The last line on stdout is one JSON object.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the logs of Prefect, Ray and MLflow.")]
+ShardsFrom = Annotated[str | None, typer.Option("--shards-from", metavar="RUN_KEY", help="Train on the shards that "
+                                                "another run has landed, without rollout workers.")]
 Key = Annotated[str, typer.Argument(metavar="RUN_KEY", help="Key of the run.")]
 
 # B006 below: typer shows a default in --help as it stands here, and a command is called once in a process.
@@ -30,11 +34,13 @@ Key = Annotated[str, typer.Argument(metavar="RUN_KEY", help="Key of the run.")]
 
 @app.command()
 def train(preset: OwnPreset = None, set_: Set = [], run_key: RunKey = None, amend: Amend = False,  # noqa: B006
-          take_over: TakeOver = False, json_: Json = False, verbose: Verbose = False) -> None:
+          take_over: TakeOver = False, shards_from: ShardsFrom = None, json_: Json = False,
+          verbose: Verbose = False) -> None:
     """Train a run to its end; with the key of a run that was stopped, go on with it."""
     from flows.launch import launch
 
-    raise typer.Exit(launch(preset, set_, run_key, as_json=json_, verbose=verbose, amend=amend, take_over=take_over))
+    raise typer.Exit(launch(preset, set_, run_key, as_json=json_, verbose=verbose, amend=amend, take_over=take_over,
+                            shards_from=shards_from))
 
 
 @app.command()
@@ -55,20 +61,21 @@ def rerun(run_key: Key,
 @app.command()
 def rollout(groups: Annotated[int, typer.Option("--groups", min=1, metavar="N", help="Groups that shall wait.")],
             preset: OwnPreset = None, set_: Set = [], run_key: RunKey = None,  # noqa: B006
-            json_: Json = False, verbose: Verbose = False) -> None:
+            take_over: TakeOver = False, json_: Json = False, verbose: Verbose = False) -> None:
     """Generate and score answers without training, until N groups wait in the run; a later train takes them."""
     from flows.launch import roll_out
 
-    raise typer.Exit(roll_out(preset, set_, run_key, groups=groups, as_json=json_, verbose=verbose))
+    raise typer.Exit(roll_out(preset, set_, run_key, groups=groups, as_json=json_, verbose=verbose,
+                              take_over=take_over))
 
 
 @app.command()
 def plan(preset: OwnPreset = None, set_: Set = [], run_key: RunKey = None, amend: Amend = False,  # noqa: B006
-         json_: Json = False) -> None:
+         shards_from: ShardsFrom = None, json_: Json = False) -> None:
     """Show the resolved settings and all that follows from them. Starts nothing."""
     from flows.launch import show_plan
 
-    raise typer.Exit(show_plan(preset, set_, run_key, as_json=json_, amend=amend))
+    raise typer.Exit(show_plan(preset, set_, run_key, as_json=json_, amend=amend, shards_from=shards_from))
 
 
 @app.command()
@@ -184,11 +191,76 @@ def validate(run_key: Annotated[str | None, typer.Argument(metavar="RUN_KEY", he
 
 
 @app.command()
-def ui() -> None:
-    """MLflow and Prefect in the browser, on loopback; prints both addresses and stays until Ctrl-C."""
-    from flows.looking import serve_ui
+def ui(json_: Json = False) -> None:
+    """MLflow and Prefect in the browser, on loopback: `services up`, and both addresses."""
+    from flows.serving import up
 
-    raise typer.Exit(serve_ui())
+    raise typer.Exit(up(pages=True, as_json=json_))
+
+
+@app.command()
+def env() -> None:
+    """Exports for a plain shell, so that prefect and mlflow find the kept servers: eval "$(headway env)"."""
+    from flows.serving import show_environment
+
+    raise typer.Exit(show_environment())
+
+
+@app.command()
+def deploy(directory: Annotated[str | None, typer.Option("--directory", help="Where relative paths of the runs begin; "
+                                                                             "else here.")] = None,
+           prefect_file: Annotated[str | None, typer.Option("--prefect-file", metavar="FILE", help="Deployments of "
+                                                            "your own; else Headway's.")] = None,
+           json_: Json = False) -> None:
+    """Register the deployments with the kept Prefect server."""
+    from flows.deploying import deploy as register
+
+    raise typer.Exit(register(directory=directory, prefect_file=prefect_file, as_json=json_))
+
+
+@services_app.command("up")
+def services_up(
+    prefect_port: Annotated[int | None, typer.Option("--prefect-port", min=1, max=65535, help="Else that of the last "
+                                                     "time, or 4200.")] = None,
+    mlflow_port: Annotated[int | None, typer.Option("--mlflow-port", min=1, max=65535, help="Else that of the last "
+                                                    "time, or 5000.")] = None,
+    prefect_database: Annotated[str | None, typer.Option("--prefect-database", metavar="URL", help="postgresql://..., "
+                                                         "env:NAME for a variable that holds it, or sqlite.")] = None,
+    mlflow_database: Annotated[str | None, typer.Option("--mlflow-database", metavar="URL", help="The same for MLflow."
+                                                        )] = None,
+    json_: Json = False,
+) -> None:
+    """Start what is not up, and keep it alive. What is said is kept for the next time."""
+    from flows.serving import up
+
+    raise typer.Exit(up(prefect_port=prefect_port, mlflow_port=mlflow_port, prefect_database=prefect_database,
+                        mlflow_database=mlflow_database, as_json=json_))
+
+
+@services_app.command("down")
+def services_down(force: Annotated[bool, typer.Option("--force", help="Also while flow runs go on: these are stopped "
+                                                                      "in order first.")] = False,
+                  json_: Json = False) -> None:
+    """End the services; the data stays."""
+    from flows.serving import down
+
+    raise typer.Exit(down(force=force, as_json=json_))
+
+
+@services_app.command("status")
+def services_status(json_: Json = False) -> None:
+    """What is up, where, how often it was started again; exit code 1 if something is not up."""
+    from flows.serving import show_status
+
+    raise typer.Exit(show_status(as_json=json_))
+
+
+@services_app.command("doctor")
+def services_doctor(json_: Json = False) -> None:
+    """What is wrong with the set-up, or half started; exit code 1 if something is. Changes nothing."""
+    from flows.serving import show_diagnosis
+
+    raise typer.Exit(show_diagnosis(as_json=json_))
 
 
 @reward_app.command("test")

@@ -53,8 +53,8 @@ class View:
 
 def view_of(status: Mapping[str, Any]) -> View:
     """From `status.json`; fields that are absent yet are left empty."""
-    part = next(((name, *status[key]) for key, name in (("warmed_up", "warming up"), ("replayed", "replaying"))
-                 if key in status and status.get("state") == name), None)
+    parts = (("warmed_up", "warming up"), ("rescored", "scoring anew"), ("replayed", "replaying"))
+    part = next(((name, *status[key]) for key, name in parts if key in status and status.get("state") == name), None)
     return View(
         run_key=status.get("run_key", ""), state=status.get("state", ""),
         stages=tuple((name, seconds) for name, seconds in status.get("stages", ())),

@@ -27,11 +27,13 @@ def show_diagnosis(run_key: str | None, *, fix: bool, as_json: bool) -> int:
 
 
 def _mended(report: Mapping[str, Any], run_key: str | None) -> dict[str, list[str]]:
-    """What was done, by run: those with something to mend; one that was named also if its leftovers still may wait."""
+    """What was done, by run: those with something to mend; one that was named also if its leftovers still may wait, or
+    Prefect could not be asked about it."""
     from tasks.mending import mend
 
     return {run["run_key"]: mend(run["run_key"]) for run in report["runs"] if not run["alive"] and (
-        any(finding["mends"] for finding in run["findings"]) or (run_key is not None and run["processes"]))}
+        any(finding["mends"] for finding in run["findings"])
+        or (run_key is not None and (run["processes"] or run["state"] == "stopped")))}
 
 
 def diagnosis_lines(report: Mapping[str, Any], *, one: bool) -> list[str]:

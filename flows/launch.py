@@ -37,6 +37,7 @@ from rl_core.plan import describe, make_plan, parse_overrides, resolve
 
 if TYPE_CHECKING:
     from tasks.preparation import Prepared
+    from tasks.services import Services
 
 STOPPED_BY = {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED, "max_wall_time": OUT_OF_TIME}
 USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFile)
@@ -48,17 +49,17 @@ class Terminated(BaseException):
 
 
 def launch(preset: str | None, overrides: Sequence[str], run_key: str | None, *, as_json: bool, verbose: bool,
-           amend: bool = False, take_over: bool = False) -> int:
+           amend: bool = False, take_over: bool = False, shards_from: str | None = None) -> int:
     """Run `headway train`; returns its exit code. `preset` None: the stored settings of the run, if there is one.
-    `take_over` ends a live owner of the run first."""
-    start = _Start(Console(), preset, as_json, verbose, amend, take_over=take_over)
+    `take_over` ends a live owner of the run first; `shards_from` names the run whose shards are trained on."""
+    start = _Start(Console(), preset, as_json, verbose, amend, take_over=take_over, shards_from=shards_from)
     return _told(start, f"train {preset or run_key or DEFAULT}", lambda: _launch(start, overrides, run_key))
 
 
 def roll_out(preset: str | None, overrides: Sequence[str], run_key: str | None, *, groups: int, as_json: bool,
-             verbose: bool) -> int:
+             verbose: bool, take_over: bool = False) -> int:
     """Run `headway rollout`; returns its exit code. As `launch`, without training."""
-    start = _Start(Console(), preset, as_json, verbose, verb="rollout", groups=groups)
+    start = _Start(Console(), preset, as_json, verbose, verb="rollout", groups=groups, take_over=take_over)
     return _told(start, f"rollout {preset or run_key or DEFAULT}", lambda: _launch(start, overrides, run_key))
 
 
@@ -113,6 +114,8 @@ class _Start:
     """Of a start that trains nothing: groups that shall wait."""
     take_over: bool = False
     """A live owner of the run is ended first."""
+    shards_from: str | None = None
+    """Run whose shards are trained on; None: as the run has stored."""
     begun: float = field(default_factory=time.monotonic)
     run_key: str | None = None
     """None until the plan stands."""
@@ -145,15 +148,19 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
     if not start.verbose:  # before anything heavy is imported
         hush()
     with stage(console, "plan"):
-        changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend)
+        changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend,
+                                             shards_from=start.shards_from)
         start.run_key = prepared.run_key
     from tasks.inspection import is_completed, read_result
+    from tasks.offline import refuse_to_sample
     from tasks.paths import headway_home, run_dir
     from tasks.preparation import check_free
 
+    refuse_to_sample(config, start.groups)
     run = run_dir(start.run_key)
     if start.take_over and _taken_over(start, run_key):
-        changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend)  # it had gone on
+        changes, config, prepared = _prepare(start.preset, overrides, run_key, amend=start.amend,
+                                             shards_from=start.shards_from)  # it had gone on
     if start.amend and not prepared.amends:
         console.line(f"  nothing to amend: no training setting differs from those of run {start.run_key}")
     if is_completed(run) and not prepared.amends:
@@ -170,12 +177,16 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
         services.export(where)
         os.environ.update(QUIET if not start.verbose else {})
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # 6 s for a call; its default tries for a minute
+        os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "10")  # of a server that hangs; its default is a minute
         before = read_result(run)
         flow = _run_flow(start, run.status, changes)
         start.prefect_away = not flow.name
         ours = not isinstance(flow.error, RunIsAlive)  # else another start was quicker
         result = read_result(run)
-        return _ended(start, flow, {} if result == before else result, config)
+        news = {} if result == before else result
+        if start.prefect_away and not news:
+            flow = _Flow("", error=_not_begun(flow.error, where))
+        return _ended(start, flow, news, config)
     finally:
         console.close()
         if ours:
@@ -227,23 +238,27 @@ def _tracked(start: _Start, config: Config, result: dict[str, Any]) -> dict[str,
 
 
 def _prepare(preset: str | None, overrides: Sequence[str], run_key: str | None, *, amend: bool,
-             planned: bool = False) -> tuple[dict[str, Any], Config, Prepared]:
+             planned: bool = False, shards_from: str | None = None) -> tuple[dict[str, Any], Config, Prepared]:
     """Overrides, settings, run and plan of a command: all that can be known before a start. Writes nothing.
 
     Raises what refuses it: ConfigError, DataError, BrokenFile.
     """
     changes = parse_overrides(overrides)
-    name, settings = base_of(preset, run_key)
+    name, settings = base_of(preset, run_key, shards_from, changes)
     config = resolve(settings, changes)
     make_plan(config)  # what is wrong whatever the inputs is said before anything heavy is imported
     from tasks.preparation import prepare
 
-    return changes, config, prepare(config, name, run_key, amend=amend, planned=planned)
+    prepared = prepare(config, name, run_key, amend=amend, planned=planned)
+    if shards_from is not None:  # what follows from the shards holds as it is said now, whatever lands meanwhile
+        changes = {**changes, "total_steps": config.total_steps}
+    return changes, config, prepared
 
 
 def _rows(config: Config, prepared: Prepared) -> list[tuple[str, str]]:
     """The plan as rows for people, and which revision of its settings the run has."""
     rows, last = describe(config, prepared.plan), prepared.amendment
+    rows += [("shards", prepared.shards)] if prepared.shards is not None else []
     if last is not None:
         rows.append(("revision", f"{last.revision}, {amendment_text(last.from_step, last.changed)}"))
     if prepared.amends:
@@ -278,7 +293,7 @@ def _run_flow(start: _Start, status: Path, changes: dict[str, Any]) -> _Flow:
 
     try:
         state: Any = train(preset=start.preset, overrides=changes, run_key=start.run_key, amend=start.amend,
-                           groups=start.groups, return_state=True)
+                           groups=start.groups, shards_from=start.shards_from, return_state=True)
         ended = state.result(raise_on_failure=False)
         return _Flow(state.type.value, ended, ended if isinstance(ended, BaseException) else None)
     except Exception as error:  # whatever Prefect's engine raises without its server
@@ -289,6 +304,16 @@ def _run_flow(start: _Start, status: Path, changes: dict[str, Any]) -> _Flow:
         _show(console, status, before)
         console.close()
         _drain_logs()
+
+
+def _not_begun(cause: BaseException | None, where: Services) -> BaseException | None:
+    """What to say of a flow that Prefect's engine ended before it could do anything."""
+    if isinstance(cause, USERS_TO_MEND):
+        return cause
+    remedy = "the same command starts one anew and goes on" if "prefect" in where.pids else \
+        "see that it is there, then the same command goes on"
+    return DeadPart(f"Prefect at {where.where['prefect']} did not answer when the run was to begin ({_brief(cause)}); "
+                    f"{remedy}")
 
 
 def _drain_logs() -> None:
@@ -374,7 +399,7 @@ def _completed(start: _Start, result: dict[str, Any], figures: str) -> int:
 
 
 def show_plan(preset: str | None, overrides: Sequence[str], run_key: str | None, *, as_json: bool,
-              amend: bool = False) -> int:
+              amend: bool = False, shards_from: str | None = None) -> int:
     """Run `headway plan`: resolved settings, totals, where each service would be. Starts nothing.
 
     What a start here and now is refused for, and a plan can do without, is a warning on stderr: devices of another
@@ -382,16 +407,17 @@ def show_plan(preset: str | None, overrides: Sequence[str], run_key: str | None,
     """
     console = Console()
     try:
-        _, config, prepared = _prepare(preset, overrides, run_key, amend=amend, planned=True)
+        _, config, prepared = _prepare(preset, overrides, run_key, amend=amend, planned=True, shards_from=shards_from)
     except USERS_TO_MEND as error:
         return _refused(console, str(error))
     from rl_core.plan import flatten
     from tasks.destination import destination
+    from tasks.kept import prefect_api
     from tasks.paths import headway_home
     from tasks.services import ambient
 
     tracked = destination(config, headway_home())
-    given = ambient(isolated=config.isolated)
+    given = ambient(isolated=config.isolated, kept_api=prefect_api(headway_home()))
     places = {name: f"{given[name][0]} ({given[name][1]})" if name in given else "started for this run alone"
               for name in ("prefect", "ray")} | {"mlflow": str(tracked)}
     warnings = (*prepared.warnings, *prepared.plan.warnings)
@@ -399,7 +425,8 @@ def show_plan(preset: str | None, overrides: Sequence[str], run_key: str | None,
         print(f"warning: {warning}", file=sys.stderr)
     if as_json:
         print(json.dumps({"config": config.model_dump(mode="json"), "plan": prepared.plan.as_json(), "services": places,
-                          "revision": prepared.revision, "amends": prepared.amends, "warnings": warnings},
+                          "revision": prepared.revision, "amends": prepared.amends, "shards": prepared.shards,
+                          "warnings": warnings},
                          allow_nan=False), file=sys.stdout)
         return 0
     console.lines(["settings", *(f"  {name:<36} {json.dumps(value)}" for name, value in flatten(config).items())])

@@ -1,15 +1,12 @@
-"""The commands that look: status, audit, inspect, ui. They read run directories and change nothing."""
+"""The commands that look: status, audit, inspect. They read run directories and change nothing."""
 
 from __future__ import annotations
 
-import signal
-from types import FrameType
 from typing import Any
 
 from flows.command import FAILED, failed, show
-from flows.console import Console
 from flows.looking_text import extreme_lines, group_lines, status_lines, step_lines
-from rl_core.errors import BrokenFile, ConfigError, DeadPart
+from rl_core.errors import BrokenFile, ConfigError
 
 
 def show_status(run_key: str, *, as_json: bool) -> int:
@@ -60,6 +57,9 @@ def _audit_lines(report: dict[str, Any]) -> list[str]:
     epoch, position = report["frontier"]
     lines = [f"{report['run_key']}: {report['claims']} claims, {report['recorded']} records, {report['shards']} "
              f"shards; prompts up to position {position} of dataset epoch {epoch}"]
+    if (origin := report["origin"]) is not None:
+        lines.append(f"shards of run {origin['run_key']} ({origin['run_uuid']}), "
+                     + ("scored anew; each says which one it is of" if origin["rescored"] else "linked, rewards kept"))
     for what, key in (("positions", "positions"), ("rows", "rows"), ("shards", "shard_states")):
         counts = {state: n for state, n in report[key].items() if n}
         listed = ", ".join(f"{n} {state}" for state, n in counts.items())
@@ -67,30 +67,3 @@ def _audit_lines(report: dict[str, Any]) -> list[str]:
     if report["holds"]:
         return [*lines, "holds: every prompt and every landed group is in exactly one state"]
     return [*lines, f"DOES NOT HOLD: {len(report['violations'])} violations", *report["violations"][:20]]
-
-
-def serve_ui() -> int:
-    """Serve MLflow's and Prefect's pages on loopback until Ctrl-C, SIGTERM, or the end of the terminal."""
-    from tasks.paths import headway_home
-    from tasks.ui import serve
-
-    console = Console()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    try:
-        with serve(headway_home()) as pages:
-            console.lines([f"MLflow   {pages.mlflow}", f"Prefect  {pages.prefect}",
-                           f"         asks for user:password, which stands in {pages.secret}", "Ctrl-C ends both"])
-            pages.wait()
-    except DeadPart as error:
-        return failed(error, FAILED)
-    except KeyboardInterrupt:
-        return 0
-    return 0
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Leave by way of `serve`, which ends both servers; a second signal does not disturb it."""
-    for again in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(again, signal.SIG_IGN)
-    raise SystemExit(128 + number)

@@ -21,6 +21,8 @@ def status_lines(report: Mapping[str, Any]) -> list[str]:
              for one in report["amendments"][-1:]]
     if (origin := report["forked_from"]) is not None:
         rows.append(("forked from", f"{origin['run_key']}, step {origin['step']}"))
+    if (taken := report["shards_from"]) is not None:
+        rows.append(("shards of", f"{taken['run_key']}, " + ("scored anew" if taken["rescored"] else "rewards kept")))
     rows += [("accuracy", _accuracy(report))] if report["accuracy"] is not None else []
     rows += [("reward", text) for text in [_reward(report)] if text]
     if len(report["by_source"]) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,27 @@ from typing import Any
 import yaml
 
 from rl_core.errors import ConfigError
+from rl_core.plan import merge
 
 DEFAULT = "tiny-cpu"
 """What a new run begins with if nothing else is said."""
 
 
-def base_of(preset: str | None, run_key: str | None) -> tuple[str, dict[str, Any]]:
+def base_of(preset: str | None, run_key: str | None, shards_from: str | None = None,
+            overrides: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
     """Name of the preset, and the settings that `--set` goes on top of (changing-a-run.md 1).
 
-    Those of the preset that is named; without one, what the run of this key has stored, or DEFAULT for a new run.
-    Raises ConfigError, BrokenFile.
+    Those of the preset that is named; without one, what the run of this key has stored, or for a new run those of the
+    run whose shards it trains on (`shards_from`), or DEFAULT. Raises ConfigError, BrokenFile.
     """
+    name, settings = _base_of(preset, run_key, shards_from, overrides or {})
+    if shards_from is not None:
+        settings["data"] = {**settings.get("data", {}), "shards_from": shards_from}
+    return name, settings
+
+
+def _base_of(preset: str | None, run_key: str | None, shards_from: str | None,
+             overrides: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if preset is None and run_key is not None:
         from tasks.settings import stored_settings
 
@@ -27,8 +38,23 @@ def base_of(preset: str | None, run_key: str | None) -> tuple[str, dict[str, Any
             settings = stored.config.model_dump(mode="json")
             settings["validation"]["only"] = False  # of the one start that asks for it
             return stored.preset, settings
+    if preset is None and shards_from is not None:
+        from tasks.offline import base_settings
+
+        return base_settings(shards_from, overrides)
     name = preset or DEFAULT
     return name, load_preset(name)
+
+
+def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides as a tree: `{"learner.lr": 1e-4}` is `{"learner": {"lr": 1e-4}}`, as with `--set`."""
+    tree: dict[str, Any] = {}
+    for key, value in overrides.items():
+        branch: Any = value
+        for part in reversed(key.split(".")):
+            branch = {part: branch}
+        tree = merge(tree, branch)
+    return tree
 
 
 def preset_names() -> list[str]:

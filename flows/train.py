@@ -27,12 +27,14 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
-from flows.presets import DEFAULT, base_of
+from flows.presets import DEFAULT, base_of, nested
+from rl_core.config import Config
 from rl_core.errors import WallTimeReached
 from rl_core.plan import make_plan, resolve
 from tasks import signals
 from tasks.checkpoint import checkpoint, checkpoint_due
-from tasks.paths import new_run_key
+from tasks.offline import check_shards
+from tasks.paths import new_run_key, run_dir
 from tasks.report import publish_report
 from tasks.rollout import continuous_rollout, gather
 from tasks.session import MAX_WALL_TIME, Session, open_session, set_up
@@ -53,21 +55,33 @@ def _flow_run_name() -> str:
 
 @flow(name="train", flow_run_name=_flow_run_name, log_prints=False, retries=0)
 def train(preset: str | None = None, overrides: dict[str, Any] | None = None, run_key: str | None = None,
-          amend: bool = False, groups: int | None = None) -> dict[str, Any] | State[Any]:
+          amend: bool = False, groups: int | None = None, shards_from: str | None = None
+          ) -> dict[str, Any] | State[Any]:
     """Train one run to its end and return its summary.
 
-    preset: a name of deployments/presets, or the path of a YAML file. None: the stored settings of the run, or
-    `tiny-cpu` for a new one.
-    overrides: settings on top of it, `{"learner": {"lr": 1e-4}}`.
-    run_key: names the run and its directory; the same key resumes the same run. None makes one from the id of the
-    flow run, so that a retry of the flow run goes on with its run.
-    amend: training settings that differ from the run's hold from its next step on; else they are refused.
-    groups: no training: answers are generated until so many groups wait to be trained. None: training.
-    """
-    name, settings = base_of(preset, run_key)
-    config = resolve(settings, overrides or {})
+    Args:
+        preset: A name of deployments/presets, or the path of a YAML file. Without one the stored settings of the run
+            are taken, or tiny-cpu for a new one.
+        overrides: Settings on top of it, as in {"seed": 3, "learner.lr": 1e-4}, or as a tree.
+        run_key: Names the run and its directory; the same key goes on with the same run. Without one it is made from
+            the id of the flow run, so that a retry goes on with its run.
+        amend: Training settings that differ from the run's hold from its next step on; else they are refused.
+        groups: No training, answers are generated until so many groups wait to be trained. Without it, training.
+        shards_from: Key of another run whose landed shards are trained on, without rollout workers. Without it, what
+            the run has stored; a new one samples its own.
+    """  # in Google's form, which Prefect shows beside the fields of its form
+    tree = nested(overrides or {})
+    name, settings = base_of(preset, run_key, shards_from, tree)
+    return train_run(name, resolve(settings, tree), run_key or new_run_key(name, flow_run.get_id()), amend=amend,
+                     groups=groups)
+
+
+def train_run(preset: str, config: Config, key: str, *, amend: bool = False,
+              groups: int | None = None) -> dict[str, Any] | State[Any]:
+    """What a flow does that begins a run, or goes on with it: bring it to its end."""
     make_plan(config)  # the command has done this and more; a flow that Prefect starts has not
-    session = open_session(name, config, run_key or new_run_key(name, flow_run.get_id()), amend=amend, groups=groups)
+    check_shards(run_dir(key), key, config)
+    session = open_session(preset, config, key, amend=amend, groups=groups)
     with signals.noted():
         try:
             set_up(session)
@@ -91,9 +105,10 @@ def train(preset: str | None = None, overrides: dict[str, Any] | None = None, ru
 
 
 def train_steps(session: Session) -> None:
-    """The visible loop: rollout beside training, until the steps or the data end."""
+    """The visible loop: rollout beside training (none on another run's shards), until the steps or the data end."""
     with session.progress.stage("training"):
-        session.rollout = continuous_rollout.submit(session)
+        if not session.config.offline:
+            session.rollout = continuous_rollout.submit(session)
         validate_unfinished(session)
         done = session.first_step
         if validation_due(session, done):

@@ -13,46 +13,19 @@ Numbers that follow from others are properties, never fields. What cannot work t
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal, cast, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
+
+from rl_core.advantage_settings import AdvantageConfig, GroupAdvantage
+from rl_core.correction_settings import CorrectionConfig, KlConfig
+from rl_core.loss_settings import LossConfig, PpoClipLoss
+from rl_core.settings import Kind, Part, environment, identity, of_kind, operational, training
 
 REWARDS = ("exact", "regex", "gsm8k", "math_verify")
 """Rewards by name; `reasoning_gym:<name>` and functions by path beside them."""
-
-Kind = Literal["identity", "training", "operational", "environment"]
-
-
-def _kind(kind: Kind) -> dict[str, Any]:
-    return {"kind": kind}
-
-
-def identity(default: Any, text: str, **limits: Any) -> Any:
-    """A field that makes the run this run: a difference on resume is refused by name."""
-    return Field(default, description=text, json_schema_extra=_kind("identity"), **limits)
-
-
-def training(default: Any, text: str, **limits: Any) -> Any:
-    """A field of how the run learns: a difference on resume needs `--amend`, which records a config revision."""
-    return Field(default, description=text, json_schema_extra=_kind("training"), **limits)
-
-
-def operational(default: Any, text: str, **limits: Any) -> Any:
-    """A field of how the run is run: free on any restart."""
-    return Field(default, description=text, json_schema_extra=_kind("operational"), **limits)
-
-
-def environment(default: Any, text: str, **limits: Any) -> Any:
-    """A field of where the run is run: free, but bit-identical replay is not promised across it."""
-    return Field(default, description=text, json_schema_extra=_kind("environment"), **limits)
-
-
-class Part(BaseModel):
-    """Base of all settings: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
 
 class TinyModel(Part):
     """A Qwen3 of 0.4 M parameters over a character vocabulary, warmed up on wrong habits (models.md section 2)."""
@@ -118,6 +91,10 @@ class DataConfig(Part):
     size: int = identity(4096, "Rows of a procedural task (`sort`, `reasoning_gym:<name>`); ignored for files.", ge=1)
     validation_size: int = identity(256, "Rows held out for validation, excluded from training (tasks), or the first "
                                     "rows of each validation file.", ge=1)
+    shards_from: str | None = identity(None, "Key of a run whose landed shards are trained on, without rollout workers "
+                                             "(docs/offline.md); null = this run samples its own.", min_length=1)
+    rescore: bool = identity(False, "With data.shards_from: score all answers anew, also where the reward settings are "
+                                    "those of that run.")
 
 
 StopText = Annotated[str, Field(min_length=1)]
@@ -158,37 +135,15 @@ class StalenessConfig(Part):
         return 0 if self.bound == 0 else max(1, math.ceil(4 * self.bound))
 
 
-class AdvantageConfig(Part):
-    name: Literal["grpo", "rloo"] = training("grpo", "Estimator (algorithms.md).")
-    normalize_by_std: bool = training(True, "grpo: divide by the group's standard deviation; false = Dr.GRPO.")
-    eps: float = training(1e-6, "Added to the standard deviation.", gt=0)
-    group_of_one: Literal["zero", "raw"] = training("zero", "Advantage of a group of one: 0, or its reward.")
-
-
-class LossConfig(Part):
-    name: Literal["ppo_clip", "decoupled_ppo"] = training("ppo_clip", "Policy loss (algorithms.md).")
-    clip_low: float = training(0.2, "Lower clip of the ratio: 1 - clip_low.", gt=0, lt=1)
-    clip_high: float = training(0.2, "Upper clip of the ratio: 1 + clip_high.", gt=0)
-    dual_clip: float | None = training(3.0, "Bound c on -A c for negative advantages; null = off.", gt=1)
-    proximal: Literal["recompute", "loglinear"] = training(
-        "recompute", "Proximal log-probs: a no-gradient pass, or the log-linear approximation (decoupled_ppo only).")
-    aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm",
-                         "seq_mean_token_mean"] = training("token_mean", "How token losses become one number.")
-    entropy_coef: float = training(0.0, "Entropy bonus, nats per token.")
-    truncated: Literal["score", "mask", "exclude"] = training(
-        "score", "Answers cut at the limit: scored, loss masked but still in the group mean, or as if absent.")
-
-
-class CorrectionConfig(Part):
-    weights: Literal["none", "token_truncate"] = training(
-        "none", "Token weights proximal/behavior, detached, multiplied to the loss (at most once).")
-    cap: float = training(2.0, "Upper bound of a token weight.", gt=0)
-
-
 class LearnerConfig(Part):
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = LossConfig()
+    advantage: AdvantageConfig = GroupAdvantage()
+    loss: LossConfig = PpoClipLoss()
     correction: CorrectionConfig = CorrectionConfig()
+    kl: KlConfig = KlConfig()
+    resampling: Literal["none", "pow", "max_min", "max_random"] = training(
+        "none", "Draw the answers of each minibatch again, with replacement, by their rewards: |S|^resampling_power, "
+        "the best and the worst, or mostly the best (PF-PPO).")
+    resampling_power: float = training(2.0, "Exponent of resampling=pow.", gt=0)
     passes: int = training(1, "Passes over each claim.", ge=1)
     minibatch_groups: int | None = training(None, "Groups per optimizer update; null = the whole claim.", ge=1)
     token_budget: int = environment(16384, "Tokens of one packed micro-batch.", ge=1)
@@ -224,8 +179,99 @@ class TorchEngine(Part):
     dtype: Literal["float32", "bfloat16"] = environment("float32", "Weights and compute of the engine.")
 
 
+URL = re.compile(r"https?://[^/\s?#@]+:\d+")
+OWN_FLAGS = ("--model-path", "--model", "--tokenizer-path", "--served-model-name", "--host", "--port", "--device",
+             "--dtype", "--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size",
+             "--context-length", "--max-running-requests", "--stream-interval", "--stream-output",
+             "--incremental-streaming-output", "--weight-version", "--skip-tokenizer-init", "--random-seed",
+             "--api-key", "--admin-api-key", "--base-gpu-id", "--nnodes", "--node-rank", "--config")
+"""Flags of a server that Headway sets itself, or cannot work with."""
+
+
+class SglangEngineConfig(Part):
+    """SGLang servers: replicas that one rollout worker starts on its node, or servers that are there already."""
+
+    type: Literal["sglang"] = operational("sglang", "Servers of SGLang, asked over HTTP.")
+    replicas: int = operational(1, "Servers that each rollout worker starts.", ge=1, le=64)
+    tensor_parallel: int = environment(1, "GPUs of each server.", ge=1, le=64)
+    urls: tuple[str, ...] = environment((), "Servers that are there already, as `http://host:port`; Headway starts "
+                                        "none then.")
+    python: str = environment("python", "Interpreter with SGLang in it: a path, from the working directory, or a name "
+                                        "on PATH.", min_length=1)
+    script: str | None = environment(None, "File that is run in place of `-m sglang.launch_server`, from the working "
+                                           "directory.", min_length=1)
+    device: Literal["cpu", "cuda"] = environment("cuda", "Device of the servers.")
+    dtype: Literal["float32", "bfloat16"] = environment("bfloat16", "Weights and compute of the servers.")
+    server_args: tuple[str, ...] = environment((), "More flags of a server, each a word: [--mem-fraction-static, "
+                                                   "'0.8'].")
+    max_running: int = operational(128, "Requests that a server runs at once; more wait in the worker.", ge=1)
+    max_outstanding_tokens: int | None = operational(None, "Tokens of prompts and answers that one server is asked for "
+                                                           "at once; null = what its key/value cache holds.", ge=1)
+    stream_interval: int = operational(128, "Tokens of an answer that arrive together; a death loses at most so many.",
+                                       ge=1, le=1024)
+    pause: Literal["in_place", "retract", "abort"] = operational(
+        "in_place", "What a swap does with requests in flight: they keep their key/value cache, or are read again "
+                    "by the server, or are ended and sent again with the tokens so far.")
+    transport: Literal["disk", "collective"] = environment("disk", "How weights reach the servers: files that they "
+                                                                   "can read, or a process group.")
+    start_s: float = operational(600.0, "One server from its start until it answers, seconds.", gt=0)
+    request_s: float = operational(120.0, "Longest silence of a server on a request, seconds.", gt=0)
+    restarts: int = operational(3, "Restarts of each server over one attempt.", ge=0)
+    untested_version: Literal["refuse", "warn"] = operational(
+        "refuse", "What happens with a server whose version is outside the tested range.")
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            if URL.fullmatch(url) is None:
+                raise ValueError(f"{url!r} is no address; write http://host:port")
+        if len(set(value)) < len(value):
+            raise ValueError("an address stands twice")
+        return value
+
+    @field_validator("server_args")
+    @classmethod
+    def _flags_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for word in value:
+            if (flag := word.partition("=")[0].replace("_", "-")) in OWN_FLAGS:
+                raise ValueError(f"{flag} is not free: Headway sets it, or cannot work with it")
+        return value
+
+    @property
+    def servers(self) -> int:
+        """Servers of one rollout worker."""
+        return len(self.urls) or self.replicas
+
+    @property
+    def started(self) -> int:
+        """Servers that one rollout worker starts."""
+        return 0 if self.urls else self.replicas
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that one rollout worker asks Ray for with device cuda: those of the servers that it starts."""
+        return float(self.started * self.tensor_parallel)
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of the worker itself, which computes nothing, and of each server."""
+        return 1
+
+
+def _torch_by_default(value: Any) -> Any:
+    """`{slots: 8}` is an embedded engine."""
+    if isinstance(value, dict) and "type" not in value:
+        return {"type": "torch", **cast("dict[str, Any]", value)}
+    return cast(Any, value)
+
+
+EngineConfig = Annotated[TorchEngine | SglangEngineConfig, Field(discriminator="type"),
+                         BeforeValidator(_torch_by_default)]
+
+
 class RolloutConfig(Part):
-    engine: TorchEngine = TorchEngine()
+    engine: EngineConfig = Field(default_factory=TorchEngine, json_schema_extra=of_kind("operational"))
     workers: int = operational(1, "Rollout workers, each with one engine.", ge=1)
     max_groups: int | None = operational(None, "C_max: groups in flight over all workers; null = derived.", ge=1)
     min_group: int | None = training(None, "Fewest finished answers of a group; null = max(2, group_size / 2).", ge=1)
@@ -351,7 +397,7 @@ class Config(Part):
     reward: str = training("exact", "`exact`, `regex`, `gsm8k`, `math_verify`, `reasoning_gym:<name>`, or a function "
                                     "by path: `./file.py:function` or `package.module:function`.")
     scoring: ScoringConfig = ScoringConfig()
-    model: ModelConfig = Field(default_factory=TinyModel, json_schema_extra=_kind("identity"))
+    model: ModelConfig = Field(default_factory=TinyModel, json_schema_extra=of_kind("identity"))
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     staleness: StalenessConfig = StalenessConfig()
@@ -416,12 +462,36 @@ class Config(Part):
         return self.validation.max_new_tokens or self.sampling.max_new_tokens
 
     @property
+    def servers_started(self) -> int:
+        """Servers that each rollout worker starts: none with the embedded engine."""
+        engine = self.rollout.engine
+        return engine.started if isinstance(engine, SglangEngineConfig) else 0
+
+    @property
+    def validation_engine(self) -> TorchEngine:
+        """The embedded engine that validates: rollout's own kind, or beside servers one of their device and dtype."""
+        engine = self.rollout.engine
+        if isinstance(engine, TorchEngine):
+            return engine
+        return TorchEngine(slots=self.validation.slots, device=engine.device, dtype=engine.dtype)
+
+    @property
     def barren_groups(self) -> int:
         return self.failure.barren_groups or 20 * self.groups_per_step
 
     @property
     def decay_steps(self) -> int:
         return self.learner.decay_steps or self.total_steps
+
+    @property
+    def offline(self) -> bool:
+        """Trains on another run's shards: nothing is sampled, and nothing ages."""
+        return self.data.shards_from is not None
+
+    @property
+    def claim_policy(self) -> Literal["keep", "mask", "drop", "wait", "offline"]:
+        """What judges a group at its claim: `staleness.policy`, or that it is another run's."""
+        return "offline" if self.offline else self.staleness.policy
 
     def idx(self, step: int) -> int:
         """Publication index of training step k: k // K."""

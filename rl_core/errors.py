@@ -68,6 +68,10 @@ class WorkerDead(DeadPart):
     """A rollout worker is gone: its leases end, the same groups are leased again."""
 
 
+class EngineStartFailed(DeadPart):
+    """A server that generates ended, or said nothing, before it served. The message holds the tail of its log."""
+
+
 class LearnerDead(DeadPart):
     """A learner rank is gone: the group is restored from the newest whole checkpoint."""
 
@@ -110,6 +114,10 @@ class StalenessStarvation(RunEnded):
 
 class NothingToTrainOn(RunEnded):
     """Many verified groups in a row, none of them usable."""
+
+
+class ShardsSpent(RunEnded):
+    """A run on another run's shards has fewer usable groups left than its steps need: none will land."""
 
 
 class FailureBudgetSpent(RunEnded):

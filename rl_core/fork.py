@@ -246,6 +246,7 @@ class _Builder:
         if parent.inputs.exists():
             link(parent.inputs, fork.inputs)
         link_tree(parent.model, fork.model)
+        link_tree(parent.origin.root, fork.origin.root)  # of a run on another one's shards
 
     def _link_steps(self) -> None:
         parent, fork, step = self._parent, self._fork, self._step
@@ -346,6 +347,7 @@ class _Builder:
         for path in drop_files(self._fork):
             groups.dropped |= {drop.group_id for drop in read_drops(path)}
         step_of = {v: version.step for v, version in read_versions(self._parent).items()}
+        foreign = self._parent.taken.exists()  # versions of another run, of no history of this one
         for info in self._shards(rows_by_shard):
             for row, name in enumerate(info.group_id):
                 groups.places[name] = (int(info.dataset_epoch[row]), int(info.position[row]))
@@ -353,7 +355,7 @@ class _Builder:
                     continue
                 groups.tokens[name] = int(info.n_tokens[row])
                 sampled_by = info.version[info.version_offsets[row]:info.version_offsets[row + 1]].tolist()
-                if any(step_of.get(v, self._step + 1) > self._step for v in sampled_by):
+                if not foreign and any(step_of.get(v, self._step + 1) > self._step for v in sampled_by):
                     groups.fenced.add(name)
         return groups
 

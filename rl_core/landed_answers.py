@@ -73,7 +73,8 @@ def answers_of(run: RunDir, groups: pa.Table, batches: Mapping[tuple[str, int], 
 
     `batches`: shards that are open already.
     """
-    versions = found(partial(read_versions, run), str(run.versions), gaps) or {}
+    of = run.origin if run.taken.exists() else run  # whose versions have sampled them
+    versions = found(partial(read_versions, of), str(of.versions), gaps) or {}
     idx_of = {v: version.idx for v, version in versions.items()}
     opened = batches or {}
     pieces = [pa.schema([*ANSWER_SCHEMA, *(TOKEN_SCHEMA if tokens else ())]).empty_table()]

@@ -24,6 +24,7 @@ from rl_core.experience.columns import fixed_values, list_offsets, list_values, 
 from rl_core.experience.discovery import SHARD_NAME, stream_names
 from rl_core.experience.ledger import read_retired
 from rl_core.experience.schema import schema_differs
+from rl_core.experience.staleness import OFFLINE
 from rl_core.experience.verify import check_shapes, map_shard
 from rl_core.gaps import Gaps, found
 from rl_core.group_facts import GroupFacts, read_group_facts
@@ -184,7 +185,7 @@ class _States:
             return row | {"state": "duplicate"}
         self._seen.add(name)
         if claim is not None:
-            age = None if oldest is None else claim.idx - oldest
+            age = None if oldest is None or claim.policy == OFFLINE else claim.idx - oldest
             return row | {"state": self._facts.state_of(claim.step), "step": claim.step, "age": age,
                           "masked_tokens": dict(claim.masked).get(ordinal, 0)}
         if drop is not None or outcome is not None:

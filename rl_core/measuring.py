@@ -215,7 +215,7 @@ def open_measuring(model_dir: Path, config: Config, *, cwd: Path | None = None,
         raise ConfigError("data.validation: there is nothing to validate on (got null); set it to a file with held-out "
                           "rows, or a task")
     scorer = make_scorer(config, cwd=cwd, allowed=allowed_imports)
-    settings = config.rollout.engine
+    settings = config.validation_engine
     engine = TorchEngine(model_dir, slots=config.validation.slots, threads=settings.threads, dtype=settings.dtype,
                          device=settings.device, max_context=config.data.max_prompt_tokens + config.validation_tokens)
     measuring = Measuring(config, engine=engine, tokenizer=tokenizer, scorer=scorer, prompts=held_out.prompts,

@@ -15,13 +15,27 @@ from typing import Any, cast
 import yaml
 from pydantic import ValidationError
 
+from rl_core.advantage_settings import AdvantageConfig, GroupCommon
 from rl_core.best import check_best
-from rl_core.config import Config, LocalModel, TinyModel, field_kinds
+from rl_core.combinations import check_combination, check_lengths
+from rl_core.combinations import refuse as _refuse
+from rl_core.config import (
+    Config,
+    EngineConfig,
+    LearnerConfig,
+    LocalModel,
+    SglangEngineConfig,
+    TinyModel,
+    field_kinds,
+)
+from rl_core.engine_plan import check_engine, copies_of_weights
 from rl_core.errors import ConfigError
 from rl_core.foreign_keys import answer
+from rl_core.loss_settings import LossConfig
 from rl_core.reward_settings import check_scoring, with_task
 from rl_core.schedules import checkpoints_at_once
 from rl_core.validation_plan import check_validation, check_validation_inputs
+from rl_core.variants import carried, variants
 
 BYTES_PER_TOKEN = 13
 """Of a shard: int32 ids, float32 log-probs, uint8 mask, int32 version runs at worst (one run a token is 8 more, never
@@ -30,6 +44,11 @@ GROUP_OVERHEAD_BYTES = 2048
 BYTES_PER_STEP = 4096
 """Claim, record and observation of one training step."""
 RESERVE_BYTES = 64 * 2**20
+VARIANTS: dict[str, Any] = {"learner.advantage": AdvantageConfig, "learner.loss": LossConfig}
+"""Parts that come in variants by `name`."""
+TYPES = {"model": ("tiny", "local"), "engine": ("torch", "sglang"), "advantage": tuple(variants(AdvantageConfig)),
+         "loss": tuple(variants(LossConfig))}
+"""Parts of several types: pydantic puts the type into the place of an error, which is no name of a setting."""
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -66,15 +85,18 @@ def _as_number(value: Any) -> Any:
     return value
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on `base`, part by part. A part whose `type` changes is replaced, not mixed."""
+def merge(base: Mapping[str, Any], over: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`over` on `base`, part by part. A part whose `type` changes is replaced, not mixed; of one whose `name` changes
+    stays what is not of the old name alone (variants.py)."""
     out = dict(base)
     for key, value in over.items():
         mine = out.get(key)
         if isinstance(value, Mapping) and isinstance(mine, Mapping):
             part, own = cast(Mapping[str, Any], value), cast(Mapping[str, Any], mine)
             changed = "type" in part and part["type"] != own.get("type", part["type"])
-            out[key] = dict(part) if changed else merge(own, part)
+            if prefix + key in VARIANTS and "name" in part:
+                own = carried(VARIANTS[prefix + key], own, part["name"])
+            out[key] = dict(part) if changed else merge(own, part, f"{prefix}{key}.")
         else:
             out[key] = value
     return out
@@ -100,7 +122,7 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
 def _explain(item: Any) -> list[str]:
     """Lines for one error of pydantic, each with the name of a setting and the value got, or what it is called here."""
     path = [str(part) for part in item["loc"]]
-    path = [part for i, part in enumerate(path) if not (part in ("tiny", "local") and i and path[i - 1] == "model")]
+    path = [part for i, part in enumerate(path) if not (i and part in TYPES.get(path[i - 1], ()))]
     name, value = ".".join(path), item["input"]
     below = _leaves(cast(Mapping[str, Any], value), f"{name}.") if isinstance(value, Mapping) else {}
     if item["type"] == "extra_forbidden":  # name each leaf that was set, not the unknown part that it stands in
@@ -108,14 +130,16 @@ def _explain(item: Any) -> list[str]:
     if answers := {leaf: told for leaf in below if leaf not in field_kinds() and (told := answer(leaf))}:
         return [f"{leaf}: {told}" for leaf, told in answers.items()]
     if item["type"] == "union_tag_invalid":
-        return [f"{name}.type: {_words(item)} (got {below[f'{name}.type']!r})"]
+        key = item["ctx"]["discriminator"].strip("'")
+        return [f"{name}.{key}: {_words(item)} (got {below[f'{name}.{key}']!r})"]
     return [f"{name}: {_words(item)} (got {item['input']!r})"]
 
 
 def _unknown(name: str, value: Any) -> str:
     known = list(field_kinds())
     if name in known:
-        kind = ".".join([*name.split(".")[:-1], "type"])
+        part = name.rpartition(".")[0]
+        kind = f"{part}.{'name' if part in VARIANTS else 'type'}"
         return f"{name}: belongs to another `{kind}` than the one that is set (got {value!r}); set both"
     if told := answer(name):
         return f"{name}: {told}"
@@ -220,7 +244,7 @@ class Plan:
     disk_bytes: int
     """Estimate for the whole run, the copy of the initial model included."""
     memory_bytes: int
-    """Estimate of parameters, gradients, optimizer, and one engine copy per worker and for validation."""
+    """Estimate of parameters, gradients, optimizer, and one copy per engine or server, and for validation."""
     gpus: dict[str, float]
     """That each role asks for: `{"learner": 4.0, "rollout": 3.0, "validation": 1.0}`; empty without a GPU."""
 
@@ -228,18 +252,17 @@ class Plan:
         return asdict(self)
 
 
-def _refuse(field: str, value: Any, why: str) -> None:
-    raise ConfigError(f"{field}: {why} (got {value!r})")
-
-
 def check(config: Config) -> None:
     """Refuse what cannot work whatever the data. Raises ConfigError."""
     s, loss, c = config.sampling, config.learner.loss, config
     check_scoring(c)
-    if c.group_size == 1 and c.learner.advantage.group_of_one == "zero":
+    estimator = c.learner.advantage
+    if c.group_size == 1 and isinstance(estimator, GroupCommon) and estimator.group_of_one == "zero":
         _refuse("group_size", 1,
-                f"a group of one has advantage 0 under `{c.learner.advantage.name}`: nothing "
+                f"a group of one has advantage 0 under `{estimator.name}`: nothing "
                 "would be learned; use 2 or more, or learner.advantage.group_of_one=raw")
+    if c.group_size == 1 and estimator.name == "grpo_passk":
+        _refuse("group_size", 1, "grpo_passk is how far the best answer is ahead of the second best; use 2 or more")
     if c.min_group > c.group_size:
         _refuse("rollout.min_group", c.min_group, f"no group of {c.group_size} can reach it; use at most group_size")
     if c.minibatch_groups > c.groups_per_step:
@@ -254,11 +277,13 @@ def check(config: Config) -> None:
         if value != off:
             _refuse(f"sampling.{field}", value, "training rollouts must sample the whole distribution, since the "
                     f"learner's log-probs are of it; use {off}")
-    if loss.proximal == "loglinear" and loss.name != "decoupled_ppo":
-        _refuse("learner.loss.proximal", "loglinear", "belongs to learner.loss.name=decoupled_ppo")
-    if loss.name == "decoupled_ppo" and c.learner.correction.weights != "none":
-        _refuse("learner.correction.weights", c.learner.correction.weights,
-                "decoupled_ppo has its own token weights; weights are applied at most once: use none")
+    check_combination(c.learner)
+    check_lengths(c)
+    if c.offline and loss.proximal == "loglinear":
+        _refuse("learner.loss.proximal", "loglinear", "is reckoned by the ages of tokens, and those of another run's "
+                "shards have none; use recompute")
+    if c.data.rescore and not c.offline:
+        _refuse("data.rescore", True, "is for a run on another run's shards; set data.shards_from, too")
     smallest = c.groups_per_step % c.minibatch_groups or c.minibatch_groups
     if smallest * c.min_group < c.learner.ranks:
         _refuse("learner.ranks", c.learner.ranks, f"a minibatch may hold only {smallest * c.min_group} answers; use "
@@ -268,6 +293,7 @@ def check(config: Config) -> None:
     if c.learner.token_budget < s.max_new_tokens + 1:
         _refuse("learner.token_budget", c.learner.token_budget,
                 f"one answer of sampling.max_new_tokens = {s.max_new_tokens} with its prompt does not fit")
+    check_engine(c)
     check_best(c)
     check_validation(c)
 
@@ -315,7 +341,7 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         group_bytes=group_bytes,
         reserve_bytes=reserve,
         disk_bytes=disk,
-        memory_bytes=model_bytes * (4 * config.learner.ranks + config.rollout.workers + 1),
+        memory_bytes=model_bytes * (4 * config.learner.ranks + copies_of_weights(config) + 1),
         gpus=gpus_by_role(config),
     )
 
@@ -331,11 +357,12 @@ def groups_at_once(config: Config) -> int:
 
 def gpus_by_role(config: Config) -> dict[str, float]:
     """GPUs that the actors of each role ask Ray for; a role without a GPU is left out."""
-    learner, engine = config.learner, config.rollout.engine
-    of_an_engine = engine.gpus if engine.device == "cuda" else 0.0
-    asked = {"learner": learner.ranks * learner.gpus if learner.device == "cuda" else 0.0,
-             "rollout": config.rollout.workers * of_an_engine,
-             "validation": of_an_engine if config.data.validation is not None else 0.0}
+    def of_one(role: LearnerConfig | EngineConfig) -> float:
+        return role.gpus if role.device == "cuda" else 0.0
+
+    asked = {"learner": config.learner.ranks * of_one(config.learner),
+             "rollout": 0.0 if config.offline else config.rollout.workers * of_one(config.rollout.engine),
+             "validation": of_one(config.validation_engine) if config.data.validation is not None else 0.0}
     return {role: gpus for role, gpus in asked.items() if gpus}
 
 
@@ -373,9 +400,10 @@ def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
                            f"= {plan.total_trajectories} answers{passes}"),
         ("optimizer updates", f"{plan.updates} ({config.updates_per_step} a step)"),
         ("publications", f"{plan.publications} (every {config.publish_every} steps)"),
-        ("staleness bound", f"{bound}; at most {plan.max_outstanding_groups} groups ahead"),
-        ("rollout", f"{config.rollout.workers} worker(s), engine {config.rollout.engine.type}, "
-                    f"{config.rollout.engine.slots} slots each"),
+        ("staleness bound", "none: groups of another run have no age" if config.offline else
+                            f"{bound}; at most {plan.max_outstanding_groups} groups ahead"),
+        ("rollout", "none" if config.offline else
+                    f"{config.rollout.workers} worker(s), {_engine_words(config.rollout.engine)}"),
         ("learner", f"{config.learner.ranks} rank(s), {config.learner.loss.name}, {config.learner.advantage.name}, "
                     f"lr {config.learner.lr:g}"),
         ("validation", _validation_words(config)),
@@ -406,6 +434,19 @@ def _prompt_words(plan: Plan) -> str:
     sources = f" of {plan.sources} sources" if plan.sources > 1 else ""
     return (f"{plan.prompts}{sources}{left_out(plan.prompts_left_out)}; {plan.validation_prompts} held out"
             f"{left_out(plan.validation_prompts_left_out)}")
+
+
+def _engine_words(engine: EngineConfig) -> str:
+    """`engine torch, 64 slots each`, `engine sglang, 2 server(s) of 4 GPU(s) each, 128 requests at once in each`"""
+    if not isinstance(engine, SglangEngineConfig):
+        return f"engine {engine.type}, {engine.slots} slots each"
+    if engine.urls:
+        which = f"{len(engine.urls)} server(s) that are there: {', '.join(engine.urls)}"
+    elif engine.device == "cuda":
+        which = f"{engine.replicas} server(s) of {engine.tensor_parallel} GPU(s) each"
+    else:
+        which = f"{engine.replicas} server(s) on the CPU"
+    return f"engine {engine.type}, {which}, {engine.max_running} requests at once in each"
 
 
 def _gpu_words(gpus: Mapping[str, float]) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.config import Config, DataSource, LocalModel, TinyModel
+from rl_core.config import Config, DataSource, LocalModel, SglangEngineConfig, TinyModel
+from rl_core.engine_plan import missing_programs
 from rl_core.errors import ConfigError
 from rl_core.hub import hub_id
 from rl_core.model_setup import ModelFacts, check_model, loaded_bytes, model_directory
@@ -45,8 +46,12 @@ def left_to_set(config: Config) -> list[str]:
 
 
 def devices(config: Config) -> dict[str, str]:
-    """The device of each role, by the name of its field."""
-    return {"learner.device": config.learner.device, "rollout.engine.device": config.rollout.engine.device}
+    """The device of each role here, by the name of its field: servers that are there already have their own, and a run
+    on another run's shards has no engine but that of its validation."""
+    engine = config.rollout.engine
+    elsewhere = config.offline or (isinstance(engine, SglangEngineConfig) and engine.urls)
+    elsewhere = elsewhere and config.data.validation is None
+    return {"learner.device": config.learner.device} | ({} if elsewhere else {"rollout.engine.device": engine.device})
 
 
 def missing_devices(wanted: Mapping[str, str]) -> list[str]:
@@ -73,6 +78,8 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
         raise ConfigError("\n".join(empty))
     if not planned:
         check_devices(devices(config))
+        if missing := missing_programs(config):
+            raise ConfigError("\n".join(missing))
     found = model_inputs(config, models, placed)
     model = found.model
     # Lengths are exact wherever the plan could refuse one.

@@ -17,15 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from rl_core.config import Config, field_kinds
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.ledger import claimed_steps, read_end
-from rl_core.plan import differing
+from rl_core.plan import VARIANTS, differing, flatten
 from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.variants import variants
 
 Changed = dict[str, tuple[Any, Any]]
 """Field -> (before, after), JSON values: `{"total_steps": (60, 120)}`."""
@@ -101,7 +102,10 @@ def trained_by(stored: Config, now: Config) -> Config:
     for name, kind in field_kinds().items():
         if kind == "training":
             *parents, leaf = name.split(".")
-            _part(tree, parents)[leaf] = _part(before, parents)[leaf]
+            part, then = _part(tree, parents), _part(before, parents)
+            part.pop(leaf, None)  # the two may be variants with other fields
+            if leaf in then:
+                part[leaf] = then[leaf]
     return Config.model_validate(tree)
 
 
@@ -188,11 +192,21 @@ def amend_command(run_key: str, stored: Config, wanted: Config) -> str:
 
     But for an address with a user in it: its password is shown nowhere."""
     words = ["headway", "train", "--run-key", run_key, "--amend"]
-    for kind in ("training", "operational", "environment"):
-        for name in differing(stored, wanted, kind):
-            if name != "tracking.uri" or "@" not in str(wanted.tracking.uri):
-                words += ["--set", f"{name}={_in_words(wanted, name)}"]
+    for name in _to_be_set(stored, wanted):
+        if name != "tracking.uri" or "@" not in str(wanted.tracking.uri):
+            words += ["--set", f"{name}={_in_words(wanted, name)}"]
     return shlex.join(words)
+
+
+def _to_be_set(stored: Config, wanted: Config) -> list[str]:
+    """Fields that make `wanted` of `stored`: those that differ, and all of a part that is another variant."""
+    names = [name for kind in ("training", "operational", "environment") for name in differing(stored, wanted, kind)]
+    before, now = flatten(stored), flatten(wanted)
+    for part, union in VARIANTS.items():
+        old, new = (variants(union)[leaves[f"{part}.name"]] for leaves in (before, now))
+        if old is not new:
+            names += [name for name in now if name.startswith(f"{part}.") and name not in names]
+    return [name for name in names if name in now]
 
 
 def _in_words(config: Config, name: str) -> str:
@@ -208,4 +222,4 @@ def _in_words(config: Config, name: str) -> str:
                 return value
         except yaml.YAMLError:
             pass  # quoted, then
-    return json.dumps(list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value)
+    return json.dumps(flatten(config)[name] if isinstance(value, tuple) else value)

@@ -262,6 +262,22 @@ class RunDir:
         return self.stream_tmp(stream) / f"{stream[-12:]}-{seq:08d}"
 
     @property
+    def origin(self) -> RunDir:
+        """What this run keeps of the one whose shards it trains on (offline.md 2): `run.json`, revisions, versions,
+        `inputs.json`, and while they are scored anew the shards."""
+        return RunDir(self.root / "origin")
+
+    @property
+    def taken(self) -> Path:
+        """Which shards of another run this one trains on: decided once. Absent where it samples its own."""
+        return self.origin.root / "taken.json"
+
+    @property
+    def rescored(self) -> Path:
+        """Which shard has taken the place of each that was scored anew; there when all are."""
+        return self.origin.root / "rescored.json"
+
+    @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
 
@@ -345,6 +361,15 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+    @property
+    def weight_sender(self) -> Path:
+        """Where engines of transport `collective` get weights from, while a learner lives."""
+        return self.root / "weight-sender.json"
+
+    def server_log(self, worker: str, i: int) -> Path:
+        """stdout and stderr of a server that a rollout worker runs; tasks/leftovers.py knows its processes by it."""
+        return self.logs / f"{worker}-server-{i}.log"
 
     @property
     def stalls(self) -> Path:

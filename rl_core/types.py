@@ -256,7 +256,8 @@ class Claim:
     eta: str
     """The bound as decimal text: floats are not compared."""
     hard_max: int
-    policy: Literal["keep", "mask", "drop", "wait"]
+    policy: Literal["keep", "mask", "drop", "wait", "offline"]
+    """`offline`: the groups are another run's, sampled by versions that this one does not have; they have no age."""
     groups: tuple[ClaimedGroup, ...]
     group_ids_digest: str
     shard_digests: dict[str, str]
@@ -338,6 +339,8 @@ class WorkerStatus:
     tokens_wasted: int
     seconds: dict[str, float]
     """Interval ledger of this worker since its start: busy, waiting, syncing, paused; sums to its age."""
+    servers: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """Counters of its engine's servers since its start, by server; empty for an embedded engine (Engine.counters)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from uuid import UUID
 
+import httpx
 from prefect import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
@@ -15,17 +17,29 @@ LOOK_BACK = 10
 """Attempts: one that met a dead server could not see to the one before it."""
 
 
-def end_flow_run_before(run: RunDir, attempt: int) -> None:
+def end_flow_run_before(run: RunDir, attempt: int) -> str | None:
     """Set the flow runs of the attempts before this one to Crashed, where Prefect still believes that they run.
 
-    A retry is a new attempt within the same flow run, which does run.
+    A retry is a new attempt within the same flow run, which does run. A Prefect server that does not answer is no
+    reason to train nothing: returns what could not be done, for people; the next start, and `headway doctor --fix`, do
+    it then. None: all is done.
     """
     earlier = [stored for a, stored in numbered(run.attempts, r"attempt-(\d{6})\.json") if a < attempt][-LOOK_BACK:]
     ids = {read_json(stored)["prefect_run_id"] for stored in earlier} - {None, flow_run.get_id()}
+    try:
+        _crash(sorted(ids), attempt)
+    except (httpx.HTTPError, OSError) as error:
+        return f"Prefect did not answer ({type(error).__name__}: {error}): flow runs of attempts before this one may " \
+               "say Running until the next start, or until `headway doctor --fix`"
+    return None
+
+
+def _crash(ids: Sequence[str], attempt: int) -> None:
+    """Set those of these flow runs that are not over to Crashed."""
     if not ids:
         return
     with get_client(sync_client=True) as client:
-        for before in sorted(ids):
+        for before in ids:
             try:
                 state = client.read_flow_run(UUID(before)).state
             except ObjectNotFound:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
+from tasks import databases, kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,15 +29,18 @@ class Destination:
 
 
 def destination(config: Config, home: Path, environ: Mapping[str, str] = os.environ) -> Destination:
-    """`tracking.uri`, else MLFLOW_TRACKING_URI unless the run is isolated, else sqlite under `home`. Starts nothing.
+    """`tracking.uri`, else MLFLOW_TRACKING_URI unless the run is isolated, else the database of `home`. Starts nothing.
 
-    Raises ConfigError for a bare path, which MLflow would take for its retired file store.
+    An address of the server that `headway services up` keeps means its database: a run writes there whether the server
+    is up or not, and finds its MLflow run again. Raises ConfigError for a bare path, which MLflow would take for its
+    retired file store.
     """
     ambient = None if config.isolated else environ.get("MLFLOW_TRACKING_URI")
     uri, why = (config.tracking.uri, "tracking.uri") if config.tracking.uri else (ambient, "MLFLOW_TRACKING_URI")
     root = home.resolve() / "mlflow"
-    if not uri:
-        return Destination(uri=f"sqlite:///{root}/mlflow.db", artifacts=(root / "artifacts").as_uri(), why="default")
+    if not uri or (why == "MLFLOW_TRACKING_URI" and uri.rstrip("/") == kept.address(home, "mlflow")):
+        own = "default" if databases.is_sqlite(home, "mlflow") else "chosen by `headway services up`"
+        return Destination(uri=databases.url(home, "mlflow"), artifacts=(root / "artifacts").as_uri(), why=own)
     if "://" not in uri:
         raise ConfigError(f"{why} is {uri!r}; write sqlite:////path/mlflow.db or http://host:port")
     return Destination(uri=uri, artifacts=None if uri.startswith("http") else (root / "artifacts").as_uri(), why=why)

@@ -25,6 +25,7 @@ from rl_core.records import recorded_steps
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import Holder, RunDir, holder, json_values, newest_attempt, read_json
 from tasks import keeper, servers, services
+from tasks.databases import url as database_url
 from tasks.destination import destination, redact
 from tasks.hosted import here
 from tasks.inspection import open_run, read_result, read_status
@@ -60,7 +61,7 @@ def home_report(home: Path, tracking: Iterable[str] = ()) -> dict[str, Any]:
     if free < LEAST_FREE_BYTES:
         findings.append(_finding("disk", f"{home}: {_gib(free)} are free on its file system; make room"))
     places = {destination(Config(), home).uri, *tracking}
-    for name, uri in [("Prefect", f"sqlite:///{home / 'prefect' / servers.DATABASE}"),
+    for name, uri in [("Prefect", database_url(home, "prefect")),
                       *(("MLflow", uri) for uri in sorted(places))]:
         trouble = database_trouble(uri)
         databases.append({"name": name, "where": redact(uri), "trouble": trouble})
@@ -113,6 +114,7 @@ def _report(run: RunDir, run_key: str, config: Config) -> dict[str, Any]:
             notes.append(f"attempt {attempt} ended without a word after {report['steps']} steps; "
                          f"`headway rerun {run_key}` goes on")
             findings += _views_trouble(run, config, attempt)
+            notes += [said] if (said := prefect_is_away(run, config, attempt)) is not None else []
     return {**report, "findings": findings, "notes": notes}
 
 
@@ -239,6 +241,17 @@ def flow_run_state(run: RunDir, config: Config, attempt: int) -> str | None:
         return None
     answer = servers.prefect_call(*server, "GET", f"/flow_runs/{flow_run}")
     return None if answer is None else answer.get("state_type")
+
+
+def prefect_is_away(run: RunDir, config: Config, attempt: int) -> str | None:
+    """That Prefect cannot be asked about a killed attempt, and what becomes of that; None if it can, or if it has
+    nothing to say."""
+    flow_run = flow_run_of(run, attempt)
+    if flow_run is None or flow_run_state(run, config, attempt) is not None:
+        return None
+    return f"the Prefect server that has flow run {flow_run} of attempt {attempt} does not run, or does not " \
+           "answer: it may still say Running there. The next start of the run sets it to Crashed, and so does --fix " \
+           "while that server runs (`headway ui`)"
 
 
 def tracked_as(run: RunDir, config: Config) -> str | None:

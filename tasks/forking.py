@@ -7,10 +7,19 @@ from typing import Any
 from rl_core import fork
 from rl_core.plan import make_plan, resolve
 from rl_core.preflight import inspect_inputs
-from rl_core.run_dir import self_test
+from rl_core.run_dir import RunDir, numbered, read_json, self_test
 from rl_core.run_identity import check_inputs
 from tasks.destination import destination
 from tasks.paths import headway_home, run_dir
+
+
+def fork_of(run_key: str, flow_run_id: str | None) -> str | None:
+    """Key of the fork that this flow run has begun already, before it failed; None if it has begun none."""
+    for place in sorted(run_dir(run_key).root.parent.glob(f"{run_key}~*")) if flow_run_id is not None else ():
+        attempts = numbered(RunDir(place).attempts, r"attempt-(\d{6})\.json")
+        if any(read_json(stored)["prefect_run_id"] == flow_run_id for _, stored in attempts):
+            return place.name
+    return None
 
 
 def make_fork(run_key: str, step: int, overrides: dict[str, Any]) -> fork.Fork:

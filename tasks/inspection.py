@@ -12,6 +12,7 @@ from rl_core import frames
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.audit import audit
 from rl_core.gaps import merged
+from rl_core.offline import read_taken
 from rl_core.records import recorded_steps
 from rl_core.revisions import config_of, current_revision, revisions
 from rl_core.run_dir import RunDir, json_values, newest_attempt, owner_is_alive, read_json
@@ -78,7 +79,7 @@ def run_status(run_key: str) -> dict[str, Any]:
     run = run_dir(run_key)
     identity = open_run(run, run_key)
     view, result, revision = read_status(run), read_result(run), current_revision(run)
-    alive = owner_is_alive(run)
+    alive, taken = owner_is_alive(run), read_taken(run)
     if alive:
         state = view.get("state", "starting")
     else:
@@ -96,6 +97,8 @@ def run_status(run_key: str) -> dict[str, Any]:
         "run_key": run_key, "state": state, "alive": alive, "steps": steps_done(run),
         "total_steps": config_of(run, revision).total_steps, "revision": revision,
         "forked_from": None if identity.forked_from is None else asdict(identity.forked_from),
+        "shards_from": None if taken is None else {"run_key": taken.run_key, "run_uuid": taken.run_uuid,
+                                                   "digest": taken.digest, "rescored": taken.rescored},
         "amendments": [{"revision": one.revision, "from_step": one.from_step, "changed": one.changed}
                        for one in revisions(run)],
         "accuracy": accuracies[-1] if accuracies else None, "accuracy_start": accuracies[0] if accuracies else None,

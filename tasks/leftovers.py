@@ -4,7 +4,7 @@ A process belongs to a run if it, or the leader of its session, or an ancestor o
 
 * is a service or the watchdog that `services.json` of the run names, by pid and start time, or
 * was started as one: MARK in its environment names the run's services, or
-* is an actor: its stdout and stderr are the actor's log in the run's `logs/`.
+* is an actor, or a server that one runs: its stdout and stderr are its log in the run's `logs/`.
 
 That a command line or an open file names the run is not enough: it may be a person who looks at it.
 """
@@ -24,7 +24,7 @@ from tasks import keeper
 from tasks.servers import MARK
 
 SERVICE = "service"
-ACTOR_LOG = re.compile(r"((?:learner|rollout|validation)-\d+)\.log")
+ACTOR_LOG = re.compile(r"((?:learner|rollout|validation)-\d+(?:-server-\d+)?)\.log")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,8 @@ class Member:
     pid: int
     started: int
     what: str
-    """`ray`, `prefect`, `watchdog`, `rollout-0`, `part of ray`, or `service` for one that services.json has lost."""
+    """`ray`, `prefect`, `watchdog`, `rollout-0`, `rollout-0-server-1`, `part of ray`, or `service` for one that
+    services.json has lost."""
     stopped: bool
     """By SIGSTOP, or by a debugger."""
     command: str
@@ -70,14 +71,15 @@ def homeless(runs: Path) -> dict[str, list[int]]:
     """Marked processes of runs whose directory was removed under them, by that directory."""
     found: dict[str, list[int]] = {}
     for pid in sorted(keeper.processes()) if keeper.PROC else ():
-        for word in _environ(pid):
+        for word in environ_of(pid):
             name, _, place = word.decode(errors="replace").partition("=")
             if name == MARK and Path(place).is_relative_to(runs) and not Path(place).exists():
                 found.setdefault(str(Path(place).parent), []).append(pid)
     return found
 
 
-def _environ(pid: int) -> list[bytes]:
+def environ_of(pid: int) -> list[bytes]:
+    """`[b"HOME=/root", ...]` as the process was started; empty where it cannot be told."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # gone meanwhile, or somebody else's
@@ -120,7 +122,7 @@ def _marked(run: RunDir, live: dict[int, keeper.Stat]) -> dict[int, str]:
         place, _, name = out.rpartition("/")
         if out == err and place == logs and (actor := ACTOR_LOG.fullmatch(name)) is not None:
             found[pid] = actor[1]
-        elif mark in _environ(pid):
+        elif mark in environ_of(pid):
             found[pid] = SERVICE
     return found
 

@@ -107,7 +107,7 @@ def open_subject(subject: Subject) -> Measuring:
     """Engine, prompts and scorer, each checked. Raises ConfigError, DataError."""
     config = subject.config
     check_validation(config)
-    check_devices({"rollout.engine.device": config.rollout.engine.device})
+    check_devices({"rollout.engine.device": config.validation_engine.device})
     if subject.run is None:
         check_model(subject.model)
     measuring = open_measuring(subject.model, config)

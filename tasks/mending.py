@@ -14,7 +14,7 @@ from rl_core.run_dir import OwnerLock, RunDir, newest_attempt
 from rl_core.run_identity import read_identity
 from tasks import servers, services
 from tasks.destination import destination
-from tasks.diagnosis import FINAL, STARTING_S, flow_run_of, flow_run_state, tracked_as
+from tasks.diagnosis import FINAL, STARTING_S, flow_run_of, flow_run_state, prefect_is_away, tracked_as
 from tasks.inspection import open_run, read_result
 from tasks.paths import headway_home, run_dir
 
@@ -59,6 +59,8 @@ def _mend(run: RunDir, config: Config) -> list[str]:
     killed = attempt > 0 and read_result(run).get("attempt") != attempt
     if killed and (said := _crash_flow_run(run, config, attempt)) is not None:
         done.append(said)  # first: its server may be among what is ended
+    elif killed and (said := prefect_is_away(run, config, attempt)) is not None:
+        done.append(f"not done: {said}")
     try:
         if ended := services.end_abandoned(run):
             done.append(f"ended {len(ended)} processes: "

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rl_core.config import Config
+from rl_core.engine_plan import missing_programs
 from rl_core.errors import ConfigError
+from rl_core.experience.archive import try_archive
 from rl_core.experience.ledger import claimed_steps
 from rl_core.plan import Plan, differing, make_plan
 from rl_core.preflight import devices, inspect_inputs, left_to_set, missing_devices
@@ -13,6 +15,7 @@ from rl_core.revisions import Changed, Revision
 from rl_core.run_dir import RunDir, refuse_if_alive, self_test
 from rl_core.run_identity import check_inputs, check_same_run, refuse_to_amend_nothing
 from tasks.destination import destination
+from tasks.offline import check_new, check_shards, placed_model
 from tasks.paths import headway_home, new_run_key, run_dir
 from tasks.settings import settings_in
 
@@ -32,13 +35,16 @@ class Prepared:
     """Training fields that this start would amend, as revision + 1."""
     from_step: int = 0
     """First step that has no claim: what is amended now begins there."""
+    shards: str | None = None
+    """Of a run on another run's shards: how many there are, in words."""
     warnings: tuple[str, ...] = ()
     """Of a plan alone: why these settings could not start here and now."""
 
 
 def prepare(config: Config, preset: str, run_key: str | None, *, amend: bool = False,
             planned: bool = False) -> Prepared:
-    """The run of these settings and its plan, checked against what an earlier start wrote. Writes nothing.
+    """The run of these settings and its plan, checked against what an earlier start wrote. Writes nothing, but for the
+    directory of `retention.archive`, which a start creates.
 
     `run_key` None: a new one, after the preset. Raises what refuses it: ConfigError, DataError, BrokenFile. `planned`
     warns of what a start is refused for and a plan can do without: devices of another machine, and values that the
@@ -54,17 +60,21 @@ def prepare(config: Config, preset: str, run_key: str | None, *, amend: bool = F
     if stored is not None:
         check_same_run(run, key, config, amend=amend)
     destination(config, headway_home())
+    if config.retention.archive is not None:
+        try_archive(config.retention.archive, make=not planned)
     empty = left_to_set(config) if planned else []
-    warnings = (*empty, *(missing_devices(devices(config)) if planned else ()))
+    warnings = (*empty, *((*missing_devices(devices(config)), *missing_programs(config)) if planned else ()))
     if empty:  # no model or no prompts to look at: totals of the settings alone
         return Prepared(run_key=key, run=run, plan=make_plan(config), warnings=warnings)
-    inputs = inspect_inputs(config, headway_home() / "models", run.model, planned=planned)
+    shards = check_shards(run, key, config)
+    inputs = inspect_inputs(config, headway_home() / "models", placed_model(run, config), planned=planned)
+    check_new(run, config, inputs.prompts.digest, inputs.facts)
     if run.inputs.exists():
         check_inputs(run, {"data": inputs.prompts.digest})
     plan = make_plan(config, inputs.facts)
     if stored is None:
-        return Prepared(run_key=key, run=run, plan=plan, warnings=warnings)
-    return Prepared(run_key=key, run=run, plan=plan, warnings=warnings, revision=stored.revision,
+        return Prepared(run_key=key, run=run, plan=plan, shards=shards, warnings=warnings)
+    return Prepared(run_key=key, run=run, plan=plan, shards=shards, warnings=warnings, revision=stored.revision,
                     amendment=stored.amendment, amends=differing(stored.config, config, "training"),
                     from_step=len(claimed_steps(run)))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
@@ -25,23 +28,41 @@ if TYPE_CHECKING:
 FLUSH_S = 30.0
 """Longest that a finished run waits for MLflow; what is missing then is replayed by the next start of the run."""
 
+TELL_S = 10.0
+"""Longest that it waits for Prefect to take its artifacts."""
+
+# `_sync=True` asks for the form that blocks, whatever the context; Prefect's types do not show this argument.
+_create_markdown = cast(Callable[..., Any], create_markdown_artifact)
+_create_link = cast(Callable[..., Any], create_link_artifact)
+
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
 def publish_report(session: Session) -> dict[str, Any]:
     """Write what a finished run leaves behind and return its summary (the keys of `headway train --json`)."""
     run, config, identity = session.run, session.config, session.identity
     figures = draw_figures(run, title=identity.run_key, limit=config.staleness.limit)
-    session.tracker.flush(deadline_s=FLUSH_S)  # so that the summary can name the MLflow run, also of a very short run
+    # So that the summary can name the MLflow run, also of a very short run.
+    answers = session.tracker.flush(deadline_s=FLUSH_S)
     summary = summarize(run, run_key=identity.run_key, status="completed",
                         wall_s=time.monotonic() - session.started_s, mlflow_run_id=session.tracker.run_id).as_json()
     ended = None if session.ended is None else asdict(session.ended)  # None: validation.only, a later start goes on
-    session.finish("completed", figures=figures, summary=summary, ended=ended, gathered=session.gathered)
-    with suppress(Exception):  # a view: Prefect being away does not make a trained run fail
-        create_markdown_artifact(markdown=summary_markdown(summary), key="summary", description="Summary of the run")
-        if session.tracker.link is not None:
-            create_link_artifact(link=session.tracker.link, link_text=f"MLflow run {identity.run_key}",
-                                 key="mlflow-run", description="Metrics, figures and parameters of this run")
+    telling = threading.Thread(target=copy_context().run, args=(_tell_prefect, summary, session.tracker.link),
+                               name="prefect-artifacts", daemon=True)
+    telling.start()  # beside the end of everything else, and no longer: a server may hang
+    session.finish("completed", figures=figures, mlflow_answers=answers, summary=summary, ended=ended,
+                   gathered=session.gathered)
+    telling.join(TELL_S)
     return summary
+
+
+def _tell_prefect(summary: dict[str, Any], link: str | None) -> None:
+    """Summary and link to MLflow as artifacts of the flow run."""
+    with suppress(Exception):  # a view: Prefect being away does not make a trained run fail
+        _create_markdown(markdown=summary_markdown(summary), key="summary", description="Summary of the run",
+                         _sync=True)
+        if link is not None:
+            _create_link(link=link, link_text=f"MLflow run {summary['run_key']}", key="mlflow-run",
+                         description="Metrics, figures and parameters of this run", _sync=True)
 
 
 def track_again(run: RunDir, config: Config) -> dict[str, Any]:

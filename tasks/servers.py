@@ -18,17 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rl_core.errors import DeadlinePassed, DeadPart
-from tasks import keeper
+from tasks import databases, keeper
 
 HOST = "127.0.0.1"
-DATABASE = "prefect.db"
+DATABASE = databases.FILES["prefect"]
+PREFECT_NICE = 5
 RAY_OBJECT_STORE_BYTES = 75 * 2**20
 """Ray's smallest. Claims and weights travel by file; the store carries only small arguments."""
 RAY_START = """
@@ -39,6 +40,19 @@ main()
 """
 """`ray start` without the process behind the dashboard, which it starts even when told not to have one, for usage
 statistics that are off: 65 MB, and a second of every start."""
+MLFLOW_START = """
+import os
+from tasks.tracking import make_database, upgrade_database
+uri = os.environ["MLFLOW_BACKEND_STORE_URI"]
+make_database(uri)
+upgrade_database(uri)
+from mlflow.cli import cli
+cli()
+"""
+"""`mlflow server` behind a database that is whole and of its schema; one process, so that MLflow is imported once."""
+TREE = Path(__file__).resolve().parent.parent
+HEARTBEAT_S = 30
+"""A flow run says that it lives this often (Prefect's least); by default 180 s."""
 MARK = "HEADWAY_SERVICES_OF"
 """In the environment of a service, and of all that it starts: which state directory names it (tasks/leftovers.py)."""
 RAY_CPUS = 2
@@ -94,6 +108,28 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a port of loopback, or of all interfaces."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def not_proxied(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """NO_PROXY as it is, and loopback."""
+    hosts = {host for name in ("NO_PROXY", "no_proxy") for host in environ.get(name, "").split(",") if host}
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(hosts | {HOST, "localhost"})))
+
+
+def own_path() -> dict[str, str]:
+    """PYTHONPATH with Headway's packages first."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(TREE), os.environ.get("PYTHONPATH"))))}
+
+
 def clean_environ() -> dict[str, str]:
     """This environment without anybody's Prefect, Ray and MLflow settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_", "MLFLOW_"))}
@@ -139,7 +175,7 @@ def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
     return clean_environ() | {
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_PROFILES_PATH": str(home / "prefect" / "profiles.toml"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect' / DATABASE}",
+        "PREFECT_API_DATABASE_CONNECTION_URL": databases.prefect_url(home),
         "PREFECT_SERVER_API_HOST": HOST, "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_API_AUTH_STRING": auth,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
@@ -156,16 +192,27 @@ def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
 
 @contextmanager
 def first_start(base: Path) -> Iterator[None]:
-    """Servers of one home take turns while the database is made or migrated, which is not made for two at once."""
-    done = base / f"migrated-{importlib.metadata.version('prefect')}"
-    if done.exists():
+    """Servers of one home take turns while the database is made or migrated, which is not made for two at once; what is
+    there already is copied first."""
+    if migrated(base):
         yield
         return
     with keeper.locked(base):
-        if not done.exists() and not (base / DATABASE).exists() and template().exists():
-            shutil.copyfile(template(), base / DATABASE)
+        if not migrated(base) and databases.is_sqlite(base.parent, "prefect"):
+            databases.copy_before_migration(base.parent, "prefect")
+            if not (base / DATABASE).exists() and template().exists():
+                shutil.copyfile(template(), base / DATABASE)
         yield
-    done.touch()
+    _migrated(base).touch()
+
+
+def migrated(base: Path) -> bool:
+    """Whether the database has the schema of the installed Prefect for certain."""
+    return _migrated(base).exists()
+
+
+def _migrated(base: Path) -> Path:
+    return base / f"migrated-{importlib.metadata.version('prefect')}"
 
 
 def template() -> Path:
@@ -212,6 +259,65 @@ def prefect_call(api_url: str, auth: str | None, method: str, path: str, body: d
         connection.close()
 
 
+# -- MLflow
+
+def mlflow_command(home: Path, port: int) -> list[str]:
+    """MLflow's server for its own page and for requests to this address; the database stands in its environment."""
+    own = f"{HOST}:{port},localhost:{port}"
+    return [sys.executable, "-P", "-c", MLFLOW_START, "server", "--host", HOST, "--port", str(port), "--workers", "1",
+            "--artifacts-destination", (home / "mlflow" / "artifacts").as_uri(), "--allowed-hosts", own,
+            "--cors-allowed-origins", f"http://{HOST}:{port},http://localhost:{port}",
+            "--uvicorn-opts", "--log-level warning"]
+
+
+def mlflow_env(home: Path) -> dict[str, str]:
+    return clean_environ() | own_path() | {
+        "MLFLOW_BACKEND_STORE_URI": databases.url(home, "mlflow"),
+        # Its job runner is four times the memory of the rest.
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+
+
+def mlflow_answers(url: str) -> bool:
+    """Whether a healthy MLflow server takes requests to this address (`/health` would answer to any)."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=2.0)
+    try:
+        connection.request("GET", "/version")
+        answer = connection.getresponse()
+        return answer.status == 200 and answer.read().decode() == importlib.metadata.version("mlflow")
+    except (OSError, http.client.HTTPException, UnicodeDecodeError):
+        return False
+    finally:
+        connection.close()
+
+
+# -- Prefect's worker
+
+def worker_command(pool: str) -> list[str]:
+    """A worker that starts each flow run as a process of this machine; it makes its pool where there is none."""
+    return [sys.executable, "-P", "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process",
+            "--name", pool]
+
+
+def worker_env(home: Path, api_url: str, auth: str) -> dict[str, str]:
+    """The worker's, and by it that of every flow run it starts."""
+    env = clean_environ() | own_path() | not_proxied() | prefect_client_env(home, api_url, auth) | {
+        "HEADWAY_HOME": str(home),
+        "PYTHONSAFEPATH": "1",  # a directory with packages of our names shall not be taken for ours
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+        "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING",
+        "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
+    env.pop("HEADWAY_PRIVATE_SERVICES", None)  # of a run whose process starts services
+    return env
+
+
+def prefect_client_env(home: Path, api_url: str, auth: str) -> dict[str, str]:
+    """What makes a process a client of this home's Prefect server, whatever profiles a person has."""
+    return {"PREFECT_API_URL": api_url, "PREFECT_API_AUTH_STRING": auth, "PREFECT_HOME": str(home / "prefect"),
+            "PREFECT_PROFILES_PATH": str(home / "prefect" / "profiles.toml"),
+            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false", "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S), "DO_NOT_TRACK": "1"}
+
+
 # -- Ray
 
 def ray_command(port: int, scratch: str) -> list[str]:
@@ -226,15 +332,14 @@ def ray_command(port: int, scratch: str) -> list[str]:
 
 
 def ray_env(token: Path) -> dict[str, str]:
-    tree = str(Path(__file__).resolve().parent.parent)
-    return clean_environ() | {
+    return clean_environ() | own_path() | {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0", "DO_NOT_TRACK": "1",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_process_group_cleanup_enabled": "1",  # a worker that crashes takes its children along
         "RAY_worker_niceness": "0",  # Ray's 15 would let any other process starve learner and engines
         "RAY_worker_maximum_startup_concurrency": str(os.cpu_count() or 1),
-        "PYTHONPATH": os.pathsep.join(filter(None, (tree, os.environ.get("PYTHONPATH")))),
+        "RAY_task_events_report_interval_ms": "0",  # no page shows them, and the head would grow with every call
     }
 
 

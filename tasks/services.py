@@ -26,10 +26,9 @@ from typing import Any, ClassVar
 from rl_core.config import DeadlineConfig
 from rl_core.errors import DeadlinePassed, DeadPart
 from rl_core.run_dir import RunDir, replace_file, to_json
-from tasks import keeper, leftovers, servers
+from tasks import keeper, kept, leftovers, servers
 from tasks.servers import HOST, Process
 
-PREFECT_NICE = 5
 START_TRIES = 3
 """A free port can be taken by somebody else before the service binds it: that, and only that, is tried again."""
 PRIVATE = "HEADWAY_PRIVATE_SERVICES"
@@ -76,7 +75,7 @@ def start(state_dir: Path, home: Path, *, isolated: bool, deadlines: DeadlineCon
     start.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
-    given = ambient(isolated=isolated)
+    given = ambient(isolated=isolated, kept_api=kept.prefect_api(home))
     until = time.monotonic() + deadlines.service_start_s
     with keeper.locked(state_dir):
         state = _usable(state_dir, home) or _nothing()
@@ -166,21 +165,26 @@ def stop(services: Services, deadline_s: float = 10.0) -> None:
 
 # -- what is there already
 
-def ambient(*, isolated: bool, environ: Mapping[str, str] = os.environ) -> dict[str, tuple[str, str]]:
+def ambient(*, isolated: bool, environ: Mapping[str, str] = os.environ,
+            kept_api: str | None = None) -> dict[str, tuple[str, str]]:
     """Services given by address: `{"ray": ("10.0.0.1:6379", "RAY_ADDRESS")}`, name -> (address, why).
 
-    A flow that Prefect's worker started stays with that server, also when isolated.
+    A flow that Prefect's worker started stays with that server, also when isolated. `kept_api`: the server that
+    `headway services up` keeps, which is Headway's own: it goes before a profile, and isolated runs use it as well.
     """
     given: dict[str, tuple[str, str]] = {}
     private = environ.get(PRIVATE, "").split(",")
     api = environ.get("PREFECT_API_URL")
     if api and "PREFECT__FLOW_RUN_ID" in environ:
         given["prefect"] = (api, "the server that started this flow run")
-    elif not isolated and "prefect" not in private:
-        if api:
-            given["prefect"] = (api, "PREFECT_API_URL")
-        elif profile := _profile_url(environ):
-            given["prefect"] = profile
+    elif not isolated and "prefect" not in private and api and api != kept_api:
+        given["prefect"] = (api, "PREFECT_API_URL")
+    elif kept_api:
+        given["prefect"] = (kept_api, kept.WHY)
+    elif isolated and api and PRIVATE in environ and "prefect" not in private:
+        given["prefect"] = (api, kept.WHY)  # as the command found it, also while it is restarted
+    elif not isolated and "prefect" not in private and (profile := _profile_url(environ)):
+        given["prefect"] = profile
     if not isolated and "ray" not in private and environ.get("RAY_ADDRESS"):
         given["ray"] = (environ["RAY_ADDRESS"], "RAY_ADDRESS")
     return given
@@ -311,7 +315,7 @@ def _start_prefect(start: _Start) -> None:
         servers.wait("Prefect server", process, log, start.until, lambda: servers.prefect_answers(address, auth),
                      start.tick)
     with suppress(ProcessLookupError):  # it started at full speed; beside training it yields
-        os.setpriority(os.PRIO_PROCESS, process.pid, PREFECT_NICE)
+        os.setpriority(os.PRIO_PROCESS, process.pid, servers.PREFECT_NICE)
 
 
 def _start_ray(start: _Start) -> None:
@@ -372,14 +376,20 @@ def heard_s(state_dir: Path) -> float | None:
 
 def prefect_of(state_dir: Path, home: Path, *, isolated: bool) -> tuple[str, str | None] | None:
     """API address and auth string of the Prefect server that knows a run: its private one, if that lives, else the one
-    given by address; None if there is neither."""
+    that is kept or given by address; None if there is none."""
     state = keeper.read_state(state_dir) or _nothing()
     process = state["processes"].get("prefect")
     if process is not None and state["boot_id"] == keeper.boot_id() \
             and keeper.is_alive(process["pid"], process["started"]):
         return state["addresses"]["prefect"], servers.prefect_auth(home)
-    given = ambient(isolated=isolated)
-    return (given["prefect"][0], os.environ.get("PREFECT_API_AUTH_STRING")) if "prefect" in given else None
+    given = ambient(isolated=isolated, kept_api=kept.prefect_api(home))
+    return (given["prefect"][0], _auth(home, given)) if "prefect" in given else None
+
+
+def _auth(home: Path, given: Mapping[str, tuple[str, str]]) -> str | None:
+    """Auth string of the Prefect server: ours for a private and for the kept one."""
+    own = "prefect" not in given or given["prefect"][1] == kept.WHY
+    return servers.prefect_auth(home) if own else os.environ.get("PREFECT_API_AUTH_STRING")
 
 
 def _end_keeper(state: dict[str, Any]) -> None:
@@ -392,7 +402,7 @@ def _services(state_dir: Path, home: Path, state: dict[str, Any], given: dict[st
               isolated: bool) -> Services:
     private = {name: address for name, address in state["addresses"].items() if name not in given}
     address = {name: given[name][0] if name in given else private[name] for name in ("prefect", "ray")}
-    auth = servers.prefect_auth(home) if "prefect" in private else os.environ.get("PREFECT_API_AUTH_STRING")
+    auth = _auth(home, given)
     token = servers.ray_token(home) if "ray" in private else None
     how = "private, of the start before this one" if adopted else "private, for this run alone"
     return Services(
@@ -400,19 +410,21 @@ def _services(state_dir: Path, home: Path, state: dict[str, Any], given: dict[st
         ray_token_path=token, adopted=adopted,
         pids={name: Process(p["pid"], p["started"]) for name, p in state["processes"].items()},
         where={name: f"{address[name]} ({given[name][1] if name in given else how})" for name in ("prefect", "ray")},
-        env=_owner_env(home, address, auth, token, private), unset=_ambient_names(given, isolated=isolated))
+        env=_owner_env(home, address, auth, token, private, given), unset=_ambient_names(given, isolated=isolated))
 
 
 def _ambient_names(given: dict[str, tuple[str, str]], *, isolated: bool) -> tuple[str, ...]:
     """Ambient settings that would reach past the private services."""
-    prefixes = tuple(prefix for name, prefix in (("prefect", "PREFECT_"), ("ray", "RAY_")) if name not in given)
-    always = () if "prefect" in given else ("PREFECT_API_KEY",)  # goes before the auth string
+    foreign = {name for name, (_, why) in given.items() if why != kept.WHY}
+    prefixes = tuple(prefix for name, prefix in (("prefect", "PREFECT_"), ("ray", "RAY_")) if name not in foreign)
+    always = () if "prefect" in foreign else ("PREFECT_API_KEY",)  # goes before the auth string
     return tuple(name for name in os.environ if name in always or (isolated and name.startswith(prefixes)))
 
 
 def _owner_env(home: Path, address: dict[str, str], auth: str | None, token: Path | None,
-               private: Mapping[str, str]) -> dict[str, str]:
+               private: Mapping[str, str], given: Mapping[str, tuple[str, str]]) -> dict[str, str]:
     """What the owner's process exports: addresses, secrets, quiet logs (the API keeps them), no telemetry."""
+    own = "prefect" in private or given["prefect"][1] == kept.WHY
     env = {
         "PREFECT_API_URL": address["prefect"], "RAY_ENABLE_AUTO_CONNECT": "0", "RAY_USAGE_STATS_ENABLED": "0",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false", "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -421,16 +433,16 @@ def _owner_env(home: Path, address: dict[str, str], auth: str | None, token: Pat
     }
     if auth is not None:
         env["PREFECT_API_AUTH_STRING"] = auth
-    if "prefect" in private:
-        env |= {"PREFECT_HOME": str(home / "prefect"),
-                "PREFECT_PROFILES_PATH": str(home / "prefect" / "profiles.toml")}
+    if own and auth is not None:
+        env |= servers.prefect_client_env(home, address["prefect"], auth)
     if token is not None:
         env |= {"RAY_ADDRESS": address["ray"], "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
                 # Ray ends a driver (exit code 1, no `finally`) this long after its head died. cluster.py sees the death
                 # itself, and the run shall fail with that cause.
-                "RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
+                "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+                "RAY_task_events_report_interval_ms": "0"}  # as the head has it: servers.py
     if private:
         env[PRIVATE] = ",".join(sorted(private))
-        hosts = {host for name in ("NO_PROXY", "no_proxy") for host in os.environ.get(name, "").split(",") if host}
-        env |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(hosts | {HOST, "localhost"})))
+    if private or own:
+        env |= servers.not_proxied()
     return env

@@ -26,7 +26,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
-from rl_core.config import Config, LearnerConfig, TorchEngine
+from rl_core.config import Config, EngineConfig, LearnerConfig, SglangEngineConfig
 from rl_core.errors import DeadPart, RunEnded, WallTimeReached
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData
@@ -44,12 +44,17 @@ from rl_core.types import StepRecord
 from tasks import cluster, services, signals
 from tasks.attempts import end_flow_run_before
 from tasks.checkpoint import make_room
+from tasks.offline import check_enough, origin_tag, placed_model, refuse_to_sample, take_up
 from tasks.paths import headway_home, run_dir
 from tasks.progress import Progress, ProgressArtifact
 from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup, first_step
 
 SERVICES_STOP_S = 5.0
+CLOSE_S = 20.0
+"""What an MLflow that answers gets for figures and status of a completed run."""
+LAST_WORDS_S = 5.0
+"""What it gets to hear how a start ended else."""
 MAX_WALL_TIME = "max_wall_time"
 """What stopped a run that was not stopped by a signal."""
 ROLLOUT_NICE = 5
@@ -164,12 +169,15 @@ class Session:
     def end_rollout(self) -> None:
         """Let the pump go and end the workers: nothing more is claimed. Raises what the pump raised."""
         self.stop.set()
-        self.rollout.result(timeout=5)
+        if hasattr(self, "rollout"):  # none where the groups are another run's
+            self.rollout.result(timeout=5)
         self.check()
         self.pool.kill()
 
-    def finish(self, status: str, figures: Sequence[Path] = (), **result: Any) -> None:
-        """Write how this attempt ended; MLflow, the status line and the exit code agree with it."""
+    def finish(self, status: str, figures: Sequence[Path] = (), *, mlflow_answers: bool = False,
+               **result: Any) -> None:
+        """Write how this attempt ended; MLflow, the status line and the exit code agree with it. `mlflow_answers`:
+        MLflow is up to date, and gets the time for the figures, too."""
         payload = {"status": status, "attempt": self.attempt, "revision": self.revision,
                    "run_key": self.identity.run_key,
                    "wall_s": round(time.monotonic() - self.started_s, 3), "ts_us": time.time_ns() // 1000,
@@ -180,7 +188,7 @@ class Session:
         ending.start()  # beside MLflow's last words, which may take their time
         if hasattr(self, "tracker"):
             ends: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-            tracked = self.tracker.finish(ends[status], deadline_s=20 if status == "completed" else 5,
+            tracked = self.tracker.finish(ends[status], deadline_s=CLOSE_S if mlflow_answers else LAST_WORDS_S,
                                           artifacts=figures)
             self._put_result({**payload, "tracked": tracked, "tracking_trouble": self.tracker.trouble})
         ending.join()
@@ -259,6 +267,7 @@ def open_session(preset: str, config: Config, run_key: str, *, amend: bool = Fal
     shall not be.
     """
     run = run_dir(run_key)
+    refuse_to_sample(config, groups)
     if amend:
         refuse_to_amend_nothing(run, run_key)  # before the lock makes a directory of it
     lock = OwnerLock(run)
@@ -283,11 +292,16 @@ def set_up(session: Session) -> None:
         self_test(directory)
     session.attempt = session.lock.next_attempt(first_step(run), flow_run.get_id())
     _observe_all(run)
-    end_flow_run_before(run, session.attempt)
+    if (untold := end_flow_run_before(run, session.attempt)) is not None:
+        progress.set(note=untold)
     with progress.stage("model"):
         _place_model(session)
         prompts = PromptSource.of_model(config, run.model)
-        check_inputs(run, {**model_digests(run.model), "data": prompts.digest}, rows=len(prompts))
+        if not config.offline:
+            check_inputs(run, {**model_digests(run.model), "data": prompts.digest}, rows=len(prompts))
+    if config.offline:
+        with progress.stage("shards"):
+            take_up(session, prompts)
     with progress.stage("actors"):
         _start_actors(session)
     with progress.stage("learner" if session.groups is None else "weights"):
@@ -299,6 +313,8 @@ def set_up(session: Session) -> None:
         session.claims = Claims(session.experience, config, session.check, partial(make_room, session))
         session.pump = Pump(run, config, prompts, session.experience, session.pool, session.attempt)
         progress.watch(session.pump.snapshot)
+        if config.offline:
+            check_enough(session)
     session.tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=session.identity.run_uuid,
                               run_key=session.identity.run_key, tags=_tags(session),
                               report=lambda text: progress.set(note=text))
@@ -344,8 +360,10 @@ def _place_model(session: Session) -> None:
     run, config, progress = session.run, session.config, session.progress
     if run.model.exists():
         return
-    source = set_up_model(config, headway_home() / "models",
-                          lambda done, total: progress.set(state="warming up", warmed_up=[done, total]))
+    source = placed_model(run, config)
+    if not source.exists():
+        source = set_up_model(config, headway_home() / "models",
+                              lambda done, total: progress.set(state="warming up", warmed_up=[done, total]))
     progress.set(state="starting")
     copy_model(source, run.model)
 
@@ -360,7 +378,8 @@ def _start_actors(session: Session) -> None:
     cluster.connect(where, owner_timeout_s=deadlines.owner_timeout_s)
     session.progress.watch_actors(cluster.actors)
     trains = session.groups is None
-    rolls, validates = not (trains and config.validation.only), config.data.validation is not None and trains
+    rolls = not (trains and config.validation.only) and not config.offline
+    validates = config.data.validation is not None and trains
     _end_unwanted(session, trains=trains, rolls=rolls, validates=validates)
     if trains:
         session.learner = LearnerGroup(session.run, config, lambda meeting: _learner_specs(session, meeting),
@@ -395,7 +414,7 @@ def _spec(session: Session, role: str, index: int, factory: str, threads: int, g
         log=session.run.logs / f"{role}-{index}.log")
 
 
-def _gpus(settings: LearnerConfig | TorchEngine) -> float:
+def _gpus(settings: LearnerConfig | EngineConfig) -> float:
     """What an actor with these settings asks Ray for."""
     return settings.gpus if settings.device == "cuda" else 0.0
 
@@ -412,11 +431,16 @@ def _worker_specs(session: Session) -> list[cluster.ActorSpec]:
     specs = [_spec(session, "rollout", rank, "rl_core.rollout.worker:open_worker", engine.threads,
                    _gpus(engine), name=f"rollout-{rank}", attempt=session.attempt, cwd=os.getcwd())
              for rank in range(session.config.rollout.workers)]
-    return [replace(spec, nice=ROLLOUT_NICE) for spec in specs]
+    return [replace(spec, nice=ROLLOUT_NICE, start_s=spec.start_s + _servers_start_s(engine)) for spec in specs]
+
+
+def _servers_start_s(engine: EngineConfig) -> float:
+    """What an actor that starts servers has more time for: they start beside each other, the checks come behind."""
+    return engine.start_s if isinstance(engine, SglangEngineConfig) else 0.0
 
 
 def _validator_spec(session: Session) -> cluster.ActorSpec:
-    engine = session.config.rollout.engine
+    engine = session.config.validation_engine
     spec = _spec(session, "validation", 0, "rl_core.validation:open_validator", engine.threads,
                  _gpus(engine), cwd=os.getcwd())
     return replace(spec, nice=VALIDATION_NICE)
@@ -430,4 +454,6 @@ def _tags(session: Session) -> dict[str, str]:
              "prefect.flow_run_id": str(flow_run.get_id() or ""), "headway.commit": source_commit()}
     if session.identity.forked_from is not None:
         found["headway.forked_from"] = json.dumps(asdict(session.identity.forked_from))
+    if (origin := origin_tag(session.run)) is not None:
+        found["headway.shards_from"] = json.dumps(origin)
     return {name: value for name, value in found.items() if value}

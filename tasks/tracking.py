@@ -134,6 +134,16 @@ def make_database(uri: str) -> None:
         aside.unlink(missing_ok=True)
 
 
+def upgrade_database(uri: str) -> None:
+    """Bring a database of an older MLflow to the schema of this one; nothing where it is that already, or is empty."""
+    from mlflow.store.db import utils
+
+    engine = utils.create_sqlalchemy_engine_with_retry(uri)
+    if not utils._is_empty_database(engine) \
+            and utils._get_schema_version(engine) != utils._get_latest_schema_revision():
+        utils._upgrade_db(engine)
+
+
 class _Mirror:
     """The MLflow run of one Headway run: everything that talks to MLflow. Used by one thread."""
 

@@ -85,8 +85,8 @@ def rows_of(groups: Sequence[TrajectoryGroup], mine: Sequence[bool] | None = Non
         response_ids=flat([t.token_ids_L for t in own], np.int32),
         loss_mask=flat([t.loss_mask_L for t in own], np.uint8),
         behavior_logprobs=flat([t.behavior_logprobs_L for t in own], np.float32),
-        version_idx=flat([np.repeat(t.version_runs.version_R, np.diff(t.version_runs.end_R, prepend=0)) for t in own],
-                         np.int32))
+        run_version_idx_R=flat([t.version_runs.version_R for t in own], np.int32),
+        run_tokens_R=flat([np.diff(t.version_runs.end_R, prepend=0) for t in own], np.int32))
 
 
 def sampled_by(model: Any, group: TrajectoryGroup, noise: float = 0.0, seed: int = 0) -> TrajectoryGroup:

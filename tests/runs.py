@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl_core.run_dir import RunDir
+from tasks.servers import free_port
 
 DEADLINE_S = 240
 
@@ -56,6 +60,11 @@ class Command:
             time.sleep(0.05)
 
 
+def _hear_interrupts() -> None:
+    """As a terminal starts it: whoever runs the tests in the background of a script ignores SIGINT, and children do."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Home:
     """A HEADWAY_HOME for the tests of one module: the tiny model is made once, and Prefect's database."""
@@ -65,12 +74,17 @@ class Home:
     def run(self, key: str) -> RunDir:
         return RunDir(self.path / "runs" / key)
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """This environment with this home, and nobody's services."""
+        clean = {name: value for name, value in os.environ.items()
+                 if not name.startswith(("PREFECT_", "RAY_", "MLFLOW_", "HEADWAY_"))}
+        return clean | {"HEADWAY_HOME": str(self.path), "PYTHONUNBUFFERED": "1"}
+
     def start(self, verb: str, *args: str, key: str = "", cwd: Path | None = None) -> Command:
-        env = {name: value for name, value in os.environ.items()
-               if not name.startswith(("PREFECT_", "RAY_", "MLFLOW_", "HEADWAY_"))}
-        env |= {"HEADWAY_HOME": str(self.path), "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen([sys.executable, "-m", "flows.cli", verb, *args], env=env, text=True, cwd=cwd,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-m", "flows.cli", verb, *args], env=self.environ, text=True,
+                                   cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                                   preexec_fn=_hear_interrupts)
         return Command(process, self.run(key))
 
     def train(self, key: str, *settings: str, cwd: Path | None = None) -> Command:
@@ -88,6 +102,21 @@ class Home:
             [(status,)] = database.execute("select status from runs where run_uuid = ?", (run_id,))
             points = Counter(database.execute("select key, step from metrics where run_uuid = ?", (run_id,)))
         return status, points
+
+
+@contextmanager
+def prefect_server(home: Home) -> Iterator[dict[str, str]]:
+    """A Prefect server over the home's database, that of `headway services up`: the environment of its clients."""
+    ports = [word for name in ("prefect", "mlflow") for word in (f"--{name}-port", str(free_port()))]
+    up = home.call("services", "up", *ports, "--json")
+    try:
+        assert up.process.returncode == 0, (up.out, up.err)
+        address = up.json["services"]["prefect"]["address"]
+        secret = (home.path / "secrets" / "prefect-auth").read_text().strip()
+        yield home.environ | {"PREFECT_HOME": str(home.path / "client"), "PREFECT_API_URL": f"{address}/api",
+                              "PREFECT_API_AUTH_STRING": secret}
+    finally:
+        home.call("services", "down", "--force")
 
 
 def processes_of(home: Home) -> dict[int, str]:

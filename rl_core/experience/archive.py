@@ -7,13 +7,16 @@ it.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_core.errors import BrokenFile, ShardCorrupt
+from rl_core.errors import BrokenFile, ConfigError, ShardCorrupt
 from rl_core.experience.columns import column_digests
 from rl_core.experience.schema import parts_type, shard_schema
 from rl_core.experience.verify import metadata_of, verified_batch
@@ -21,6 +24,30 @@ from rl_core.run_dir import RunDir, put_if_absent
 
 PARTS = "reward_parts"
 PARTS_AT = shard_schema().get_field_index(PARTS)
+
+
+def try_archive(archive: str, *, make: bool) -> Path:
+    """The directory of `retention.archive`, into which files can be written; with `make` it is created. Without,
+    nothing is written: the nearest directory that is there must be writable.
+
+    Raises ConfigError naming the setting, and why not.
+    """
+    directory = Path(archive).expanduser()
+    try:
+        if make:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as probe:
+                probe.write(b"x")
+            return directory
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    except OSError as error:
+        raise ConfigError(f"retention.archive: shards cannot be written to {directory} ({error.strerror}); name a "
+                          f"directory that can be written, or null for no archive (got {archive!r})") from error
+    return directory
 
 
 def archive_shard(run: RunDir, archive: Path, stream: str, seq: int) -> Path:

@@ -17,16 +17,20 @@ from typing import Any, Final
 from rl_core.experience.audit_facts import Facts, Place, Row, ranges, read_facts
 from rl_core.experience.ledger import CONSUMER
 from rl_core.experience.shards import shard_key
+from rl_core.offline import Taken, read_taken
 from rl_core.records import recorded_steps
+from rl_core.rescoring import origin_of, rescored_shards
 from rl_core.revisions import read_config
 from rl_core.run_dir import RunDir, owner_is_alive
 from rl_core.types import Claim, ClaimedGroup, group_id, parse_group_id
 
 POSITION_STATES: Final = (
-    "trained", "voided", "filtered", "dropped", "failed", "poison", "given_up", "pending", "leased", "unleased", "lost")
-"""`dropped` and `failed` wait for another try. No file names the last three: `leased` is in flight, or about to be
+    "trained", "voided", "filtered", "dropped", "failed", "poison", "given_up", "pending", "leased", "unleased",
+    "absent", "lost")
+"""`dropped` and `failed` wait for another try. No file names the last four: `leased` is in flight, or about to be
 leased again, while the run has an owner; `unleased` is what an owner that is gone had in flight, first to be leased by
-the next one; `lost` is what nobody leases again, since the data has ended: a violation."""
+the next one; `absent` is what no shard holds that a run has taken from another one (offline.md); `lost` is what nobody
+leases again, since the data has ended: a violation."""
 ENDED: Final = ("trained", "voided", "filtered", "poison", "given_up", "pending")
 """States that the end of the data leaves; `pending` are the groups that were too few for a step."""
 ROW_STATES: Final = (
@@ -51,6 +55,9 @@ class AuditReport:
     shards: int
     """Retired ones included."""
     shard_states: dict[str, int]
+    origin: dict[str, Any] | None = None
+    """Of a run on another run's shards: `run_key` and `run_uuid` of that one, whether they are `rescored`, and
+    `shards`: each of this run -> the one there."""
     violations: list[str] = field(default_factory=list[str])
 
     @property
@@ -78,9 +85,10 @@ def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = Non
     shard_states = _shard_states(facts, judged)
     state_of = _position_states(facts)
     nameless = _without_trace(state_of.keys(), n_prompts, epochs if facts.data_ended else None)
-    positions = Counter(state_of.values())
-    positions["lost" if facts.data_ended else "leased" if owner_is_alive(run) else "unleased"] = sum(
-        len(missing) for missing in nameless.values())
+    positions, taken = Counter(state_of.values()), read_taken(run)
+    positions["absent" if taken else "lost" if facts.data_ended else "leased" if owner_is_alive(run) else "unleased"] \
+        = sum(len(missing) for missing in nameless.values())
+    origin = None if taken is None else _origin(run, facts, taken)
     _check_end(facts, state_of, nameless)
     records = recorded_steps(run)
     facts.violations += [f"step {k} has a record but no claim" for k in records if not run.claim(k, consumer).exists()]
@@ -90,7 +98,33 @@ def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = Non
         positions={state: positions[state] for state in POSITION_STATES},
         rows={state: rows[state] for state in ROW_STATES}, frontier=(last[0], last[1] + 1), claims=len(facts.claims),
         recorded=len(records), violations=facts.violations, shards=sum(shard_states.values()),
-        shard_states={state: shard_states[state] for state in SHARD_STATES})
+        shard_states={state: shard_states[state] for state in SHARD_STATES}, origin=origin)
+
+
+# -- shards of another run
+
+
+def _origin(run: RunDir, facts: Facts, taken: Taken) -> dict[str, Any]:
+    """Which shard comes from which. Every one that was taken is here, or was retired, or is seen to be damaged; none is
+    here that was not taken."""
+    known = facts.digests.keys() | facts.unverified.keys() | facts.quarantined.keys() | facts.retired
+    if taken.rescored:
+        of = {key: origin_of(run, *_parts(key)) for key in facts.digests}
+        placed = rescored_shards(run) if run.rescored.exists() else dict[str, str | None]()
+        shards = {new: key for key, new in placed.items() if new is not None} | {k: o for k, o in of.items() if o}
+        foreign, lost = [key for key, o in of.items() if o not in taken.shards], [k for k in shards if k not in known]
+    else:
+        shards = {key: key for key in taken.shards}
+        foreign = [key for key, digest in facts.digests.items() if taken.shards.get(key) != digest]
+        lost = [key for key in shards if key not in known]
+    facts.violations += [f"shard {key} is not one that was taken from run {taken.run_key}" for key in foreign]
+    facts.violations += [f"shard {key}, of {shards[key]} of run {taken.run_key}, is gone" for key in lost]
+    return {"run_key": taken.run_key, "run_uuid": taken.run_uuid, "rescored": taken.rescored, "shards": shards}
+
+
+def _parts(key: str) -> tuple[str, int]:
+    stream, seq = key.rsplit("/", 1)
+    return stream, int(seq)
 
 
 # -- claims
@@ -140,8 +174,9 @@ def _check_revisions(run: RunDir, facts: Facts) -> None:
             facts.violations.append(f"{here}, the one before it of revision {before}")
         before = claim.revision
         if claim.revision not in rules and stored.exists():
-            staleness = read_config(stored).staleness
-            rules[claim.revision] = (str(staleness.bound), staleness.effective_hard_max, staleness.policy)
+            config = read_config(stored)
+            staleness = config.staleness
+            rules[claim.revision] = (str(staleness.bound), staleness.effective_hard_max, config.claim_policy)
         elif claim.revision not in rules and claim.revision:
             facts.violations.append(f"{here}, which is not there")
         judged = (claim.eta, claim.hard_max, claim.policy)

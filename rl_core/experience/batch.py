@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rl_core.errors import DataError
 from rl_core.experience.schema import MAX_GROUPS, TOKEN_DTYPES, cached_schema
 from rl_core.experience.staging import Staging
-from rl_core.types import FINISH_CODES, Trajectory, TrajectoryGroup
+from rl_core.types import FINISH_CODES, Score, Trajectory, TrajectoryGroup
 
 
 def n_tokens(group: TrajectoryGroup) -> int:
@@ -162,7 +162,7 @@ def groups_to_batch(groups: Sequence[TrajectoryGroup], parts: Sequence[str] | No
     names = part_names(groups) if parts is None else tuple(parts)
     schema = cached_schema(names)
     columns = _scalar_columns(groups, schema) | _token_columns(groups, schema, pool) | _response_columns(groups, schema)
-    columns["reward_parts"] = _reward_parts(groups, names, schema)
+    columns |= score_columns([[t.score for t in group.trajectories] for group in groups], names)
     for name in ("response_prompt_ids", "token_reward", "baseline_reward"):
         columns[name] = pa.nulls(len(groups), schema.field(name).type)
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
@@ -240,18 +240,29 @@ def _response_columns(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> d
     """Columns with one entry per response."""
     trajectories = [t for group in groups for t in group.trajectories]
     outer = _offsets([len(group.trajectories) for group in groups])
-    reward_N = np.array([t.score.reward for t in trajectories], np.float32)
-    _refuse(groups, ~np.isfinite(reward_N), "the reward is not finite")
-    values = {"reward": reward_N,
-              "finish_reason": np.array([FINISH_CODES[t.finish_reason] for t in trajectories], np.int8),
+    _refuse(groups, ~np.isfinite(np.array([t.score.reward for t in trajectories], np.float32)),
+            "the reward is not finite")
+    values = {"finish_reason": np.array([FINISH_CODES[t.finish_reason] for t in trajectories], np.int8),
               "sampling_seed": np.array([t.seed for t in trajectories], np.int64)}
-    columns = {name: _lists(outer, _fixed(array, schema.field(name).type.value_type), schema.field(name).type)
-               for name, array in values.items()}
-    correct = [t.score.correct for t in trajectories]
+    return {name: _lists(outer, _fixed(array, schema.field(name).type.value_type), schema.field(name).type)
+            for name, array in values.items()}
+
+
+def score_columns(scores_G: Sequence[Sequence[Score]], parts: Sequence[str]) -> dict[str, pa.Array]:
+    """What the scores of each group's answers say, as the columns `reward`, `reward_parts`, `correct`, `extracted`.
+
+    Raises DataError for a part that is not among `parts`.
+    """
+    schema, scores = cached_schema(tuple(parts)), [score for scores in scores_G for score in scores]
+    outer = _offsets([len(scores) for scores in scores_G])
+    reward_N = np.array([score.reward for score in scores], np.float32)
+    columns = {"reward": _lists(outer, _fixed(reward_N, pa.float32()), schema.field("reward").type),
+               "reward_parts": _reward_parts(scores, outer, parts, schema)}
+    correct = [score.correct for score in scores]
     numbers = np.array([np.nan if c is None else c for c in correct], np.float32)
     keep_N, offsets, valid_G = _said(outer, np.array([c is not None for c in correct]))
     columns["correct"] = _lists(offsets, _fixed(numbers[keep_N], pa.float32()), schema.field("correct").type, valid_G)
-    texts = [t.score.extracted for t in trajectories]
+    texts = [score.extracted for score in scores]
     keep_N, offsets, valid_G = _said(outer, np.array([text is not None for text in texts]))
     kept = [text for text, keep in zip(texts, keep_N.tolist(), strict=True) if keep]
     columns["extracted"] = _lists(offsets, _strings(kept, "extracted"), schema.field("extracted").type, valid_G)
@@ -266,12 +277,12 @@ def _said(outer: NDArray[np.int32], said_N: NDArray[np.bool_]) -> tuple[
     return np.repeat(valid_G, counts), _offsets(np.where(valid_G, counts, 0)), valid_G
 
 
-def _reward_parts(groups: Sequence[TrajectoryGroup], names: Sequence[str], schema: pa.Schema) -> pa.Array:
-    trajectories = [t for group in groups for t in group.trajectories]
-    unknown = {name for t in trajectories for name in t.score.parts} - set(names)
+def _reward_parts(scores: Sequence[Score], outer: NDArray[np.int32], names: Sequence[str],
+                  schema: pa.Schema) -> pa.Array:
+    unknown = {name for score in scores for name in score.parts} - set(names)
     if unknown:
         raise DataError(f"reward parts {sorted(unknown)} are not among those of the run: {sorted(names)}")
-    outer, kind = _offsets([len(group.trajectories) for group in groups]), schema.field("reward_parts").type
-    columns = [_lists(outer, _fixed(np.array([t.score.parts.get(child.name, np.nan) for t in trajectories], np.float32),
+    kind = schema.field("reward_parts").type
+    columns = [_lists(outer, _fixed(np.array([score.parts.get(child.name, np.nan) for score in scores], np.float32),
                                     pa.float32()), child.type) for child in kind]
-    return _struct(columns, kind, len(groups))
+    return _struct(columns, kind, outer.size - 1)

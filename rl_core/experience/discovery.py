@@ -49,7 +49,7 @@ class Discovery:
         """`claimed_rows`: rows claimed so far by shard. A shard whose rows are all claimed is not read again.
         `retired`: shards that are not looked for."""
         self._run = run
-        self._expected = run_digests(run)
+        self._expected = run_digests(run.origin if run.taken.exists() else run)
         self._claimed_rows = claimed_rows or {}
         self._next: dict[str, int] = {}
         self._seen: dict[str, set[int]] = {}

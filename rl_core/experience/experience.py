@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent, RunEnded
+from rl_core.errors import BrokenFile, DeadlinePassed, DiskQuotaTooSmall, FailureBudgetSpent, RunEnded, ShardsSpent
 from rl_core.experience import admission
 from rl_core.experience.admission import AdmissionState
 from rl_core.experience.discovery import RESERVE_BYTES, Discovery, reserve_bytes
@@ -216,6 +216,9 @@ class Experience:
         with self.changed:
             if self._record_drops(step) or not self._source_ended() or self._enough(step):
                 return None
+            if self.config.offline:  # the start has counted them: shards were lost or have rotted since
+                raise ShardsSpent(f"step {step} needs {self.config.groups_per_step} groups, and {self.L} of those of "
+                                  f"run {self.config.data.shards_from} are left; see `headway audit`, and quarantine")
             return self._put_end(step, "data")
 
     def try_claim(self, step: int) -> Claim | None:
@@ -240,7 +243,7 @@ class Experience:
         assert selection is not None
         claim = put_claim(self.run, Claim(
             step=step, idx=idx, attempt=self.attempt, consumer=self.consumer, eta=str(config.staleness.bound),
-            hard_max=config.staleness.effective_hard_max, policy=config.staleness.policy, groups=selection.groups,
+            hard_max=config.staleness.effective_hard_max, policy=config.claim_policy, groups=selection.groups,
             group_ids_digest=group_ids_digest(g.group_id for g in selection.groups),
             shard_digests=selection.shard_digests, masked=selection.masked, dropped=selection.dropped,
             revision=self.revision, ts_us=time.time_ns() // 1000), fsync=config.storage.fsync)
@@ -352,8 +355,8 @@ class Experience:
         return put_end(self.run, end, revision=self.revision, attempt=self.attempt, consumer=self.consumer)
 
     def _source_ended(self) -> bool:
-        """No position is unleased, no try waits, F is known and 0."""
-        return self.leases.known and not len(self.leases) and self.positions.exhausted
+        """No position is unleased, no try waits, F is known and 0. Offline nothing is ever leased."""
+        return self.config.offline or (self.leases.known and not len(self.leases) and self.positions.exhausted)
 
     def _check_disk(self, step: int) -> None:
         """The byte term alone stops admission, nothing is in flight and a claim is not full: nothing can free bytes."""

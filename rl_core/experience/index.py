@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.experience.positions import Slot
-from rl_core.experience.staleness import DROP_REASONS, MASK, STALE, StalenessRule, judge, masked_tokens
+from rl_core.experience.staleness import DROP_REASONS, MASK, OFFLINE, STALE, StalenessRule, judge, masked_tokens
 from rl_core.experience.verify import ShardInfo, shard_key
 from rl_core.types import ClaimedGroup, Drop, group_id, parse_group_id
 
@@ -262,7 +262,8 @@ class Index:
                           reason=DROP_REASONS[int(verdict_G[i])], n_tokens=int(w.n_tokens[i])) for i in at.tolist())
 
     def select(self, idx_step: int, n: int, idx_of_version: dict[int, int]) -> Selection | None:
-        """The n oldest usable groups by (idx_min, lease_no, stream, seq, row); None where fewer wait.
+        """The n oldest usable groups by (idx_min, lease_no, stream, seq, row), offline the first n in training order;
+        None where fewer wait.
 
         `idx_of_version`: publication index of every version id, needed for tokens masked by age.
         """
@@ -270,15 +271,21 @@ class Index:
         usable = np.flatnonzero(verdict_G < STALE)
         if usable.size < n:
             return None
-        chosen = self._oldest(usable, n)
         w = self.waiting
-        chosen = chosen[np.lexsort((w.try_no[chosen], w.position[chosen], w.dataset_epoch[chosen]))]
+        if self.rule.policy == OFFLINE:
+            chosen = self._in_training_order(usable)[:n]
+        else:
+            chosen = self._in_training_order(self._oldest(usable, n))
         masked = tuple((ordinal, tokens) for ordinal, i in enumerate(chosen.tolist()) if verdict_G[i] == MASK
                        and (tokens := self._masked(idx_step, int(w.key[i]), idx_of_version)))
         shards = sorted({self.shards[int(i)] for i in np.unique(w.shard[chosen])})
         return Selection(groups=self._groups(chosen), masked=masked,
                          shard_digests={shard_key(s.stream, s.seq): s.digest for s in shards},
                          dropped=self._drops(np.flatnonzero(verdict_G >= STALE), verdict_G))
+
+    def _in_training_order(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        w = self.waiting
+        return rows[np.lexsort((w.try_no[rows], w.position[rows], w.dataset_epoch[rows]))]
 
     def _oldest(self, usable: NDArray[np.intp], n: int) -> NDArray[np.intp]:
         """Narrowed by idx_min, and among equals by lease number, before rows are looked at one by one."""

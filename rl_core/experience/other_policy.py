@@ -120,6 +120,8 @@ def other_policy(run: RunDir, *, policy: Policy | None = None, bound: Decimal | 
     Raises ConfigError for a policy that cannot be, BrokenFile where claims, drops or versions cannot be read.
     """
     newest = current_revision(run)
+    if config_of(run, newest).offline:
+        raise ConfigError("explain: this run trains on another run's shards, which have no age in it; explain that run")
     own = {r: config_of(run, r) for r in range(newest + 1)}
     other = {r: other_rule(config, policy=policy, bound=bound, hard_max=hard_max) for r, config in own.items()}
     ledger = _Ledger(run, consumer)

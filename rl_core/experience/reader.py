@@ -26,6 +26,7 @@ from rl_core.experience.facts import ClaimFacts, starts_of
 from rl_core.experience.ledger import read_retired, retired_below
 from rl_core.experience.schema import TOKEN_DTYPES
 from rl_core.experience.staging import Staging
+from rl_core.experience.staleness import OFFLINE
 from rl_core.experience.verify import digested_batch, shard_key
 from rl_core.run_dir import RunDir
 from rl_core.types import FINISH_CODES, Claim, WeightVersion
@@ -74,8 +75,16 @@ class ClaimRows:
     """1 = sampled by the model."""
     behavior_logprobs: NDArray[np.float32]
     """Nats, of the sampled distribution; 0.0 where loss_mask is 0."""
-    version_idx: NDArray[np.int32]
-    """Publication index of the version that sampled each token."""
+    run_version_idx_R: NDArray[np.int32]
+    """Publication index of the version that sampled each run of tokens, in the order of the tokens; offline the id of
+    that version, which is another run's and says only which tokens were sampled by the same one."""
+    run_tokens_R: NDArray[np.int32]
+    """Tokens of each of these runs."""
+
+    @property
+    def version_idx(self) -> NDArray[np.int32]:
+        """`run_version_idx_R` token by token: new memory."""
+        return np.repeat(self.run_version_idx_R, self.run_tokens_R)
 
     @property
     def groups(self) -> int:
@@ -173,7 +182,7 @@ def token_places(run: RunDir, claim: Claim) -> tuple[
 def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64],
                 claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
                 staging: Staging) -> ClaimRows:
-    """The part of `read_claim_rows` after verification: choose, copy into staging, decode versions."""
+    """The part of `read_claim_rows` after verification: choose, copy into staging, name versions."""
     facts = ClaimFacts(batches, shard_G, row_G)
     prompt_ids, prompt_offsets = facts.prompts()
     group_N = np.repeat(np.arange(row_G.size, dtype=np.int32), facts.n_responses_G)
@@ -181,15 +190,15 @@ def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], r
     offsets = starts_of(facts.length_N[mine_N]).astype(np.int32)
     version, run_tokens = facts.runs(mine_N)
     sources, source_G = facts.texts("data_source")
-    idx = staging.take("version_idx", int(offsets[-1]), np.int32)
-    fill_runs(_idx_of(version, versions, claim), run_tokens, idx)
+    run_idx = version if claim.policy == OFFLINE else _idx_of(version, versions, claim)
     return ClaimRows(
         prompt_ids=prompt_ids, prompt_offsets=prompt_offsets,
         n_responses_G=facts.n_responses_G.astype(np.int32), n_expected_G=facts.by_group("n_expected"),
         idx_min_G=facts.by_group("idx_min"), idx_max_G=facts.by_group("idx_max"),
         temperature_G=facts.by_group("sampling", "temperature"), group_N=group_N, reward_N=facts.by_response("reward"),
         correct_N=facts.correct(), length_N=facts.length_N, finish_N=facts.by_response("finish_reason"), mine_N=mine_N,
-        parts=facts.parts(), sources=sources, source_G=source_G, offsets=offsets, version_idx=idx,
+        parts=facts.parts(), sources=sources, source_G=source_G, offsets=offsets, run_version_idx_R=run_idx,
+        run_tokens_R=run_tokens,
         **copy_tokens(token_views(batches), facts.shard_N[mine_N], facts.begin_N[mine_N], facts.length_N[mine_N],
                       staging))
 
@@ -233,16 +242,6 @@ def _idx_of(version: NDArray[np.int32], versions: Mapping[int, WeightVersion], c
         raise BrokenFile(f"claim of step {claim.step}: tokens of version {int(version[np.argmin(idx)])}, which has no "
                          "manifest in this run")
     return idx
-
-
-def fill_runs(value_R: NDArray[np.int32], count_R: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-    """`out[:] = repeat(value_R, count_R)`, without new memory. Neighbouring runs of one value are one fill."""
-    if not value_R.size:
-        return
-    first = np.flatnonzero(np.append(True, value_R[1:] != value_R[:-1]))
-    begins = starts_of(count_R)[first].tolist()
-    for value, begin, end in zip(value_R[first].tolist(), begins, [*begins[1:], out.size], strict=True):
-        out[begin:end] = value
 
 
 _FINISH_NAMES = {code: name for name, code in FINISH_CODES.items()}

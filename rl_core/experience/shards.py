@@ -121,9 +121,10 @@ class ShardWriter:
         self.land_batch(groups_to_batch(groups, self._parts, self._pool), ids)
         return Landed(stream=self.stream, seq=self._seq - 1, group_ids=ids, n_tokens=tokens)
 
-    def land_batch(self, batch: pa.RecordBatch, ids: tuple[str, ...]) -> None:
-        """Land one record batch of schema.py: tmp, write, fsync, link, unlink, fsync of the directory."""
-        pieces = _serialise(batch, self._metadata(batch))
+    def land_batch(self, batch: pa.RecordBatch, ids: tuple[str, ...], stated: Mapping[str, str] | None = None) -> None:
+        """Land one record batch of schema.py: tmp, write, fsync, link, unlink, fsync of the directory. `stated`: what
+        else the metadata of the file says."""
+        pieces = _serialise(batch, self._metadata(batch, stated or {}))
         size = sum(piece.nbytes for piece in pieces)
         if size > MAX_BYTES and batch.num_rows > 1:
             raise DataError(f"{batch.num_rows} groups are {size} bytes, a shard holds {MAX_BYTES}; land fewer")
@@ -175,7 +176,7 @@ class ShardWriter:
         self._seq += 1
         self._linked = None
 
-    def _metadata(self, batch: pa.RecordBatch) -> dict[str, str]:
+    def _metadata(self, batch: pa.RecordBatch, stated: Mapping[str, str]) -> dict[str, str]:
         def total(name: str) -> int:
             return int(fixed_values(batch.column(name)).sum(dtype="int64"))
 
@@ -184,7 +185,7 @@ class ShardWriter:
                 "rl.idx_min": str(int(fixed_values(batch.column("idx_min")).min())),
                 "rl.idx_max": str(int(fixed_values(batch.column("idx_max")).max())),
                 "rl.attempt": str(self._attempt), "rl.xxh3": json.dumps(column_digests(batch)),
-                **{DIGEST_PREFIX + name: value for name, value in self._digests.items()}}
+                **{DIGEST_PREFIX + name: value for name, value in self._digests.items()}, **stated}
         return meta | {SEAL: digest_of_digests(sorted(meta.items()))}
 
 

@@ -21,6 +21,8 @@ from rl_core.config import Config
 from rl_core.types import DropReason
 
 Policy = Literal["keep", "mask", "drop", "wait"]
+OFFLINE: Final = "offline"
+"""Judges groups that another run has sampled: its versions are not this one's, so none has an age (offline.md 3)."""
 
 KEEP: Final = 0
 MASK: Final = 1
@@ -42,7 +44,7 @@ LEASED_AGAIN: frozenset[str] = frozenset({"stale", "all_masked", "wait_timeout",
 class StalenessRule:
     """The policy as numbers. Bound 1.5 with policy keep: `StalenessRule(policy="keep", limit=2, hard_max=6)`."""
 
-    policy: Policy
+    policy: Policy | Literal["offline"]
     limit: int
     """ceil(eta)."""
     hard_max: int
@@ -66,7 +68,7 @@ class StalenessRule:
 def rule_of(config: Config) -> StalenessRule:
     """Raises ValueError where hard_max is below the limit."""
     return StalenessRule(
-        policy=config.staleness.policy, limit=config.staleness.limit, hard_max=config.staleness.effective_hard_max,
+        policy=config.claim_policy, limit=config.staleness.limit, hard_max=config.staleness.effective_hard_max,
         min_responses=config.min_group, drop_no_spread=config.rollout.no_spread == "drop")
 
 
@@ -80,7 +82,9 @@ def judge(idx_step: int, rule: StalenessRule, *, idx_min_G: NDArray[np.int32], i
     """
     age_G = idx_step - idx_min_G
     verdict_G = np.full(idx_min_G.shape, KEEP, np.int8)
-    if rule.policy == "mask":
+    if rule.policy == OFFLINE:
+        pass  # publications of two runs are not compared
+    elif rule.policy == "mask":
         verdict_G[age_G > rule.limit] = MASK
         verdict_G[idx_step - idx_max_G > rule.limit] = ALL_MASKED
     else:
@@ -89,7 +93,8 @@ def judge(idx_step: int, rule: StalenessRule, *, idx_min_G: NDArray[np.int32], i
         verdict_G[spread_G == 0.0] = FILTERED
     if n_responses_G is not None:
         verdict_G[n_responses_G < rule.min_responses] = PARTIAL
-    verdict_G[idx_max_G > idx_step] = FENCED
+    if rule.policy != OFFLINE:
+        verdict_G[idx_max_G > idx_step] = FENCED
     return verdict_G
 
 

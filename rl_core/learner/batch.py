@@ -3,6 +3,7 @@
     input_ids, position_ids, loss_mask, behavior_logprobs, version   [T]  prompt and answer of each of this rank's rows
     cu_seqlens, mine                                                 [M+1], [M]
     trajectory: reward, correct, group, length, finish, temperature  [N]  of the whole claim, on every rank
+    parts: reward parts by name                                      [N]  NaN where an answer has no such part
 
 `_T` tokens of this rank, `_M` its trajectories, `_N` trajectories of the claim, `_G` groups. `mine` names the row of
 each of this rank's trajectories in the child. Stages add columns and declare what they read; nothing is sliced jagged.
@@ -21,7 +22,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rl_core.config import AdvantageConfig
-from rl_core.learner.advantages import advantages
+from rl_core.learner.advantages.answers import Answers
+from rl_core.learner.advantages.estimate import advantages, answers_of, is_per_token, needs_policy
+from rl_core.learner.overlong import overlong_penalty
 from rl_core.learner.packing import Layout, last_loss_token, ragged_arange
 from rl_core.types import FINISH_CODES
 
@@ -76,6 +79,8 @@ def assemble(rows: ClaimRows) -> TensorDict:
     trajectory = {name: to_tensor(np.array(values, dtype)) for name, (dtype, values) in per_trajectory.items()}
     return TensorDict({**tokens, "cu_seqlens": to_tensor(cu), "mine": to_tensor(mine),
                        "prompt_length": to_tensor(prompt_M),
+                       "parts": TensorDict({name: to_tensor(np.array(values)) for name, values in rows.parts.items()},
+                                           batch_size=[len(rows.reward_N)]),
                        "trajectory": TensorDict(trajectory, batch_size=[len(rows.reward_N)])}, batch_size=[])
 
 
@@ -118,24 +123,84 @@ def mark_tokens(batch: TensorDict, *, step: int, publish_every: int, updates_per
     batch["swapped"] = version > first_M.repeat_interleave(cu.diff())
 
 
+@reads("version", "cu_seqlens", "prompt_length")
+def mark_foreign_tokens(batch: TensorDict) -> None:
+    """`mark_tokens` where another run has sampled the tokens: how many updates lie between its weights and these is not
+    defined, so `lag` is 1 everywhere, that is not those of this step; `swapped` as there."""
+    version, cu = column(batch, "version"), column(batch, "cu_seqlens")
+    first_M = version[cu[:-1] + column(batch, "prompt_length")]
+    batch["lag"] = torch.ones_like(version)
+    batch["swapped"] = version != first_M.repeat_interleave(cu.diff())
+
+
 @reads("loss_mask", "cu_seqlens", "mine", ("trajectory", "finish"))
-def mask_truncated(batch: TensorDict, rule: Literal["score", "mask", "exclude"]) -> None:
+def mask_truncated(batch: TensorDict, rule: Literal["score", "mask", "exclude", "penalty"]) -> None:
     """What an answer cut at the limit counts for; adds ("trajectory", "present").
 
-    score: like any other. mask: no loss, still in its group's statistics. exclude: as if absent.
+    score, penalty: like any other. mask: no loss, still in its group's statistics. exclude: as if absent.
     """
     cut_N = column(batch, "trajectory", "finish") == FINISH_CODES["length"]
     batch["trajectory", "present"] = ~cut_N if rule == "exclude" else torch.ones_like(cut_N)
-    if rule != "score":
+    if rule in ("mask", "exclude"):
         cut_T = cut_N[column(batch, "mine")].repeat_interleave(column(batch, "cu_seqlens").diff())
         batch["loss_mask"] = column(batch, "loss_mask") & ~cut_T
 
 
-@reads(("trajectory", "reward"), ("trajectory", "group"), ("trajectory", "present"))
+@reads(("trajectory", "reward"), ("trajectory", "length"))
+def penalize_overlong(batch: TensorDict, *, longest: int, buffer: int, factor: float) -> None:
+    """`truncated: penalty`: takes from every reward what its answer's length costs (overlong.py)."""
+    reward, length = column(batch, "trajectory", "reward"), column(batch, "trajectory", "length").numpy()
+    batch["trajectory", "reward"] = reward + to_tensor(
+        overlong_penalty(length, longest=longest, buffer=buffer, factor=factor).astype(np.float32))
+
+
+@reads("loss_mask", "cu_seqlens")
+def loss_tokens(batch: TensorDict) -> NDArray[np.int64]:
+    """Loss tokens of each of this rank's trajectories, `[M]`; after all masks."""
+    cu = column(batch, "cu_seqlens").numpy()
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(column(batch, "loss_mask").numpy(), dtype=np.int64)])
+    return before[cu[1:]] - before[cu[:-1]]
+
+
+@reads("loss_mask", "cu_seqlens", "mine", ("trajectory", "reward"))
+def number_tokens(batch: TensorDict, sum_over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts) -> None:
+    """Adds ("trajectory", "tokens"), the loss tokens of every trajectory of the claim, and `place` [T]: the number of
+    each loss token among those of the whole claim, in claim order; -1 where the loss mask is 0. After all masks."""
+    counts_N = torch.zeros(len(column(batch, "trajectory", "reward")), dtype=torch.float64)
+    counts_M = loss_tokens(batch)
+    counts_N[column(batch, "mine")] = to_tensor(counts_M).double()
+    tokens_N = sum_over_ranks(counts_N).long()
+    batch["trajectory", "tokens"] = tokens_N
+    first_M = (tokens_N.cumsum(0) - tokens_N)[column(batch, "mine")].numpy()
+    mask_T = column(batch, "loss_mask").numpy()
+    place_T = np.full(len(mask_T), -1, np.int64)
+    place_T[mask_T] = ragged_arange(first_M, counts_M)
+    batch["place"] = to_tensor(place_T)
+
+
+@reads("parts", ("trajectory", "reward"), ("trajectory", "group"), ("trajectory", "length"), ("trajectory", "tokens"))
+def answers_in(batch: TensorDict) -> Answers:
+    """What an estimator reads of the claim. Raises ValueError for a reward that is not finite."""
+    reward, group, length, tokens = (column(batch, "trajectory", name).numpy()
+                                     for name in ("reward", "group", "length", "tokens"))
+    parts = {name: values.numpy() for name, values in cast(dict[str, Tensor], cast(Any, batch)["parts"]).items()}
+    return answers_of(reward, group, length_N=length, tokens_N=tokens, parts=parts)
+
+
+@reads("place", ("trajectory", "present"), ("trajectory", "tokens"))
 def add_advantages(batch: TensorDict, config: AdvantageConfig) -> None:
-    """Adds ("trajectory", "advantage") over the whole claim, float32."""
-    reward, group, present = (column(batch, "trajectory", name).numpy() for name in ("reward", "group", "present"))
-    batch["trajectory", "advantage"] = to_tensor(advantages(reward, group, config, present_N=present))
+    """Adds ("trajectory", "advantage") over the whole claim, float32, or `advantage` [T] where it differs from token to
+    token. One that needs the proximal policy is made in the step (step.py), and is 0 until then."""
+    answers, present = answers_in(batch), column(batch, "trajectory", "present").numpy()
+    if not is_per_token(config):
+        batch["trajectory", "advantage"] = to_tensor(advantages(answers, config, present_N=present))
+        return
+    batch["trajectory", "advantage"] = torch.zeros(len(answers.reward_N))
+    place_T, advantage_T = column(batch, "place"), torch.zeros(len(column(batch, "place")))
+    if not needs_policy(config):
+        found_K = to_tensor(advantages(answers, config, present_N=present))
+        advantage_T[place_T >= 0] = found_K[place_T[place_T >= 0]]
+    batch["advantage"] = advantage_T
 
 
 @reads("loss_mask", "cu_seqlens", "mine", "prompt_length", ("trajectory", "group"))
@@ -150,4 +215,6 @@ def layout_of(batch: TensorDict) -> Layout:
 
 def to_device(batch: TensorDict, device: torch.device) -> TensorDict:
     """The batch where the model is: one copy, from one consolidated buffer."""
-    return batch if device.type == "cpu" else cast(TensorDict, cast(Any, batch).consolidate().to(device))
+    if device.type == "cpu":
+        return batch
+    return cast(TensorDict, cast(Any, batch).exclude("parts").consolidate().to(device))

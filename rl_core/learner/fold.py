@@ -21,10 +21,12 @@ from rl_core.checkpoint import Checkpoint
 from rl_core.config import Config
 from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
+from rl_core.experience.staleness import OFFLINE
 from rl_core.learner import batch as stages
+from rl_core.learner.plan import StepPlan, StepResult
 from rl_core.learner.ranks import Ranks
 from rl_core.learner.state import TrainState
-from rl_core.learner.step import StepPlan, StepResult, training_step
+from rl_core.learner.step import training_step
 from rl_core.learner.step_metrics import (
     FIRST_STEPS,
     TokenFacts,
@@ -189,8 +191,11 @@ class Fold:
 
     def _stages(self, batch: Any, claim: Claim, config: Config, oldest_idx: int) -> TokenFacts:
         """Masks and advantages, in place; returns what all ranks saw."""
-        stages.mark_tokens(batch, step=claim.step, publish_every=config.publish_every,
-                           updates_per_step=self._updates_per_step(claim, oldest_idx))
+        if claim.policy == OFFLINE:
+            stages.mark_foreign_tokens(batch)
+        else:
+            stages.mark_tokens(batch, step=claim.step, publish_every=config.publish_every,
+                               updates_per_step=self._updates_per_step(claim, oldest_idx))
         sampled_T = stages.column(batch, "loss_mask")
         lag_T = stages.column(batch, "lag")[sampled_T]
         swapped_M = torch.segment_reduce(stages.column(batch, "swapped").float(), "max",
@@ -198,17 +203,24 @@ class Fold:
         masked = 0
         if claim.policy == "mask":
             masked = stages.mask_by_age(batch, idx=claim.idx, limit=math.ceil(Decimal(claim.eta)))
-        stages.mask_truncated(batch, config.learner.loss.truncated)
+        loss = config.learner.loss
+        stages.mask_truncated(batch, loss.truncated)
+        if loss.overlong_buffer is not None:
+            stages.penalize_overlong(batch, longest=config.sampling.max_new_tokens, buffer=loss.overlong_buffer,
+                                     factor=loss.overlong_factor)
+        stages.number_tokens(batch, self._ranks.sum_tensor)
         stages.add_advantages(batch, config.learner.advantage)
-        sampled, masked_all, lag, mixed, loss = self._ranks.sum([
+        sampled, masked_all, lag, mixed, tokens = self._ranks.sum([
             float(sampled_T.sum()), float(masked), float(lag_T.sum()), float(swapped_M.sum()),
             float(stages.column(batch, "loss_mask").sum())])
         [lag_max] = self._ranks.max([float(lag_T.max()) if len(lag_T) else 0.0])
-        return TokenFacts(sampled=sampled, masked_by_age=masked_all, lag=lag, lag_max=lag_max, mixed=mixed, loss=loss)
+        if claim.policy == OFFLINE:
+            lag = lag_max = NAN
+        return TokenFacts(sampled=sampled, masked_by_age=masked_all, lag=lag, lag_max=lag_max, mixed=mixed, loss=tokens)
 
 
 def _plan(claim: Claim, config: Config, skipped_in_a_row: int) -> StepPlan:
     return StepPlan(step=claim.step, idx=claim.idx, learning_rate=learning_rate(claim.step, config),
                     groups=len(claim.groups), minibatch_groups=config.minibatch_groups,
                     max_new_tokens=config.sampling.max_new_tokens, learner=config.learner,
-                    skipped_in_a_row=skipped_in_a_row, max_skipped=config.failure.max_skipped_updates)
+                    skipped_in_a_row=skipped_in_a_row, max_skipped=config.failure.max_skipped_updates, seed=config.seed)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rl_core.checkpoint import CheckpointState, newest_whole, sweep_aside, write_checkpoint
+from rl_core.combinations import check_combination
 from rl_core.config import Config
 from rl_core.env_digest import environment
 from rl_core.errors import BrokenFile, WeightsDamaged
@@ -33,11 +34,11 @@ from rl_core.experience.reader import Staging
 from rl_core.learner.flops import claim_places, measured_peak, step_flops
 from rl_core.learner.fold import Fold, Read, Trained, changed_for_engines, make_deterministic
 from rl_core.learner.ranks import Ranks, named_collectives
-from rl_core.learner.step import check_combination
 from rl_core.learner.step_metrics import FIRST_STEPS, by_source, part_means
 from rl_core.metrics import IntervalLedger, utilization
 from rl_core.records import put_record, recorded_steps
 from rl_core.revisions import config_of
+from rl_core.rollout.sglang.sending import open_sender
 from rl_core.run_dir import RunDir, check_attempt, newest_attempt
 from rl_core.schedules import is_scheduled_publication, last_scheduled
 from rl_core.types import StepRecord, WeightVersion
@@ -98,6 +99,7 @@ class Learner:
         self._next = -1
         self._revision = 0
         self._scheduled = Scheduled(-1, "", None)
+        self._sender = open_sender(self._run, config, device) if rank == 0 else None
 
     # -- what the owner calls
 
@@ -193,6 +195,8 @@ class Learner:
                 {name: tensor.cpu().clone() for name, tensor in self._fold.state.optimizer_tensors().items()})
 
     def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
         self._ranks.close()
 
     # -- one step

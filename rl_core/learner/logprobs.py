@@ -21,6 +21,8 @@ class TokenLogprobs(NamedTuple):
     logprob_S: Tensor
     entropy_S: Tensor
     """Of the whole distribution at that place; no gradient unless asked for."""
+    squares_S: Tensor | None = None
+    """Sum over the vocabulary of p^2, where asked for."""
 
 
 def chosen_logprobs(logits_SV: Tensor, target_S: Tensor, temperature_S: Tensor, *,
@@ -55,3 +57,11 @@ def head_logprobs(hidden_SH: Tensor, head: Head, target_S: Tensor, temperature_S
 
 def _again_in_backward(function: Callable[..., tuple[Tensor, Tensor]], *args: Tensor) -> tuple[Tensor, Tensor]:
     return cast(Any, checkpoint)(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+@torch.no_grad()
+def head_squares(hidden_SH: Tensor, head: Head, temperature_S: Tensor, *, chunk: int) -> Tensor:
+    """Sum over the vocabulary of p^2 at every place, `[S]` float32, `chunk` rows of logits at once."""
+    pieces = [(head(hidden_SH[lo:lo + chunk]).float() / temperature_S[lo:lo + chunk, None]).softmax(-1).square().sum(-1)
+              for lo in range(0, max(1, len(hidden_SH)), chunk)]
+    return torch.cat(pieces)

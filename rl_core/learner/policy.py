@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.errors import ConfigError
 from rl_core.learner.attention import ATTENTION, Rows
-from rl_core.learner.logprobs import TokenLogprobs, head_logprobs
+from rl_core.learner.logprobs import TokenLogprobs, head_logprobs, head_squares
 
 ATTENDS_BY_ROWS = {"full_attention", "sliding_attention"}
 CHANGES_LOGITS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
@@ -45,7 +45,7 @@ class Policy(nn.Module):
         self.logits_chunk = logits_chunk
         self.dtype = dtype
 
-    def forward(self, inputs: PackInputs, *, entropy_gradient: bool = False) -> TokenLogprobs:
+    def forward(self, inputs: PackInputs, *, entropy_gradient: bool = False, squares: bool = False) -> TokenLogprobs:
         model = cast(Any, self.model)
         device_type = inputs.input_ids_P.device.type
         with torch.autocast(device_type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
@@ -53,8 +53,13 @@ class Policy(nn.Module):
             hidden_PH = model.base_model(
                 input_ids=inputs.input_ids_P[None], position_ids=inputs.position_ids_P[None], attention_mask=None,
                 use_cache=False, headway_rows=inputs.rows).last_hidden_state[0]
-            return head_logprobs(hidden_PH[inputs.predictor_S], model.get_output_embeddings(), inputs.target_ids_S,
-                                 inputs.temperature_S, chunk=self.logits_chunk, entropy_gradient=entropy_gradient)
+            hidden_SH, head = hidden_PH[inputs.predictor_S], model.get_output_embeddings()
+            found = head_logprobs(hidden_SH, head, inputs.target_ids_S, inputs.temperature_S, chunk=self.logits_chunk,
+                                  entropy_gradient=entropy_gradient)
+            if not squares:
+                return found
+            return found._replace(squares_S=head_squares(hidden_SH, head, inputs.temperature_S,
+                                                         chunk=self.logits_chunk))
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters by Hugging Face name, tied ones once; sharded ones as they are."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rl_core.checkpoint import Checkpoint, checkpoints, initial_model_damage, is_whole, read_checkpoint
+from rl_core.combinations import check_combination
 from rl_core.config import Config, field_kinds
 from rl_core.env_digest import as_recorded, differing_fields, environment
 from rl_core.errors import (
@@ -37,7 +38,6 @@ from rl_core.experience.reader import Staging, open_claim
 from rl_core.learner.fold import Fold, Trained, changed_for_engines, make_deterministic
 from rl_core.learner.ranks import Ranks
 from rl_core.learner.state import TrainState
-from rl_core.learner.step import check_combination
 from rl_core.metrics import BY_NAME, is_of_step
 from rl_core.plan import check, differing, resolve
 from rl_core.records import read_record, recorded_steps
@@ -450,7 +450,8 @@ def replay(run: RunDir, steps: Sequence[int]) -> Iterator[Replayed]:
         done, record, begin = walk.train(), read_record(run, step), time.monotonic()
         assert done is not None  # a voided step was refused
         digest = digest_tensors(walk.fold.state.weights().items())
-        found = beside(record, walk.fold.metrics(done.trained, done.changed))
+        found = {name: pair for name, pair in beside(record, walk.fold.metrics(done.trained, done.changed)).items()
+                 if name in record.metrics}  # a Headway of before may not have known all of them
         yield Replayed(step=step, checkpoint=walk.begun, digests=(record.weights_digest, digest), metrics=found,
                        claims=(record.claim_digest, claim_digest(done.trained.claim)),
                        environment=dict(walk.environment), seconds=done.seconds + time.monotonic() - begin)

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.correctness import RIGHT, is_known_everywhere, known_correctness
+from rl_core.experience.staleness import OFFLINE
 from rl_core.learner.correction import effective_samples
 from rl_core.learner.sums import NAN, share
 
 if TYPE_CHECKING:
     from rl_core.experience.reader import ClaimRows
-    from rl_core.learner.step import StepResult
+    from rl_core.learner.plan import StepResult
     from rl_core.types import Claim
 
 
@@ -31,7 +32,7 @@ class TokenFacts:
     """Tokens that the model sampled, before any mask."""
     masked_by_age: float
     lag: float
-    """Sum of the update lag over sampled tokens."""
+    """Sum of the update lag over sampled tokens; NaN, as `lag_max`, where another run has sampled them."""
     lag_max: float
     mixed: float
     """Answers sampled by more than one version."""
@@ -64,7 +65,7 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
     flat_G = lowest_G == highest_G
     right_G = np.bincount(rows.group_N, weights=right_N, minlength=rows.groups) == rows.n_responses_G
     wrong_G = np.bincount(rows.group_N, weights=wrong_N, minlength=rows.groups) > 0
-    age_G = claim.idx - rows.idx_min_G
+    age_G = claim.idx - rows.idx_min_G if claim.policy != OFFLINE else np.full(rows.groups, NAN)
     return {
         "reward/mean": mean(reward_N), "reward/std": float(reward_N.std()),
         "reward/correct": mean(known_N[np.isfinite(known_N)]) if whole else NAN,
@@ -137,6 +138,30 @@ def update_metrics(result: StepResult, learning_rate: float, mismatch_bound: flo
         "train/effective_samples": effective_samples(totals["weight"], totals["weight_square"], totals["tokens"]),
         "train/weight_max": _finite(largest["weight_max"]),
         "train/weight_truncated": share(totals["weight_truncated"], totals["tokens"]),
+        **correction_metrics(totals, largest),
+    }
+
+
+def correction_metrics(totals: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
+    """How far the proximal policy is from the behavior policy, and what was left out of the loss for it."""
+    tokens, seen = totals["tokens"], totals["update_tokens"]
+    mean, square = share(totals["weight"], tokens), share(totals["weight_square"], tokens)
+    proximal, behavior = share(totals["proximal_logprob"], tokens), share(totals["behavior_logprob"], tokens)
+    rejects = totals["update_sequences"] > 0
+    return {
+        "train/weight_mean": mean, "train/weight_min": _finite(-largest["weight_max_inverse"]),
+        "train/weight_std": math.sqrt(max(0.0, square - mean**2)) if tokens else NAN,
+        "train/weight_under": share(totals["weight_under"], tokens),
+        "train/chi2_token": square - 1.0,
+        "train/chi2_answer": share(totals["sequence_weight_square"], totals["sequences"]) - 1.0,
+        "train/behavior_kl": share(totals["behavior_kl"], tokens),
+        "train/behavior_k3": share(totals["behavior_k3"], tokens),
+        "train/learner_perplexity": math.exp(-proximal), "train/behavior_perplexity": math.exp(-behavior),
+        "train/perplexity_gap": behavior - proximal,
+        "train/rejected_tokens": share(totals["rejected_tokens"], seen) if rejects else NAN,
+        "train/rejected_answers": share(totals["rejected_sequences"], totals["update_sequences"]),
+        "train/zero_advantage": share(totals["zero_advantage"], seen),
+        "train/impossible_tokens": totals["impossible"],
     }
 
 

@@ -42,6 +42,10 @@ class Engine(Protocol):
         old weights) when the bytes do not match `version.digest`."""
         ...
 
+    def counters(self) -> dict[str, dict[str, float]]:
+        """What each server behind it has done since it began, by server and name; empty for an embedded engine."""
+        ...
+
     def close(self) -> None:
         """Cancel what runs and free everything. Idempotent."""
         ...

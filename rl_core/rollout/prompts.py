@@ -111,6 +111,13 @@ class PromptSource:
         idx = self.prompt_idx(dataset_epoch, position)
         return self._prompt(self._mixture.row(idx), dataset_epoch, position, idx)
 
+    def of_index(self, idx: int, dataset_epoch: int, position: int) -> Prompt:
+        """The prompt of this index, which stands at that place in an order that need not be this one's seed's. Raises
+        IndexError outside [0, len)."""
+        if not 0 <= idx < len(self):
+            raise IndexError(f"prompt {idx}; there are {len(self)}")
+        return self._prompt(self._mixture.row(idx), dataset_epoch, position, idx)
+
     def prompt_idx(self, dataset_epoch: int, position: int) -> int:
         """The prompt index at one place of the order, without reading its row."""
         if not 0 <= position < len(self):

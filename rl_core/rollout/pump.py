@@ -459,7 +459,8 @@ class Pump:
     def snapshot(self) -> dict[str, Any]:
         """Now: `in_flight` F, `landed` L, `step` (next unclaimed), `capacity` of the worker with the newest weights and
         its `binding` term, `restarts`, `tokens_per_s`, and `workers`: by name `served_idx`, `in_flight`, `running`,
-        `alive`, `oldest_lease_s`, `tokens_per_s`, `tokens_generated`, `tokens_wasted`, `seconds` (interval ledger)."""
+        `alive`, `oldest_lease_s`, `tokens_per_s`, `tokens_generated`, `tokens_wasted`, `seconds` (interval ledger),
+        `servers` (counters of its engine's servers)."""
         with self._changed:
             book = self._experience.leases
             state = self._experience.admission(max(book.served.values(), default=-1))
@@ -483,4 +484,5 @@ class Pump:
                 "running": 0 if status is None else status.running,
                 "tokens_generated": 0 if status is None else status.tokens_generated,
                 "tokens_wasted": 0 if status is None else status.tokens_wasted,
-                "seconds": {} if status is None else dict(status.seconds)}
+                "seconds": {} if status is None else dict(status.seconds),
+                "servers": {} if status is None else status.servers}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,10 @@ from torch import Tensor
 from rl_core.errors import DeadPart
 from rl_core.model_setup import eos_token_ids
 from rl_core.rollout.models import Dtype, Prepared, load_model
+from rl_core.rollout.requests import check_request, empty_completion
 from rl_core.rollout.rows import NO_VERSION, Rows, StopStrings, Work
 from rl_core.rollout.sampling import sample
-from rl_core.types import Completion, GenerateRequest, Sampling, VersionRuns, WeightVersion
+from rl_core.types import Completion, GenerateRequest, Sampling, WeightVersion
 from rl_core.weights import load_weights
 
 PREFILL_TOKENS = 8192
@@ -130,6 +130,9 @@ class TorchEngine:
             self._changed.notify()
         swap.done.result()
         return version.digest
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        return {}
 
     def close(self) -> None:
         with self._changed:
@@ -272,33 +275,3 @@ class TorchEngine:
                 work.future.set_result(empty_completion(work.request))
             else:
                 work.future.set_result(self._rows.completion(row, cancelled=True))
-
-
-def empty_completion(request: GenerateRequest) -> Completion:
-    """The answer of a request that was cancelled before its first token."""
-    none = np.zeros(0, np.int32)
-    return Completion(request_id=request.request_id, token_ids_L=none, logprobs_L=np.zeros(0, np.float32),
-                      version_runs=VersionRuns(end_R=none, version_R=none), finish_reason="cancelled")
-
-
-def check_request(request: GenerateRequest, vocabulary: int, context: int) -> None:
-    """Raises ValueError naming the request and what cannot be sampled."""
-    ids, sampling = request.token_ids_P, request.sampling
-    name = f"request {request.request_id!r}"
-    if not len(ids):
-        raise ValueError(f"{name}: the prompt has no token")
-    if len(ids) >= context:
-        raise ValueError(f"{name}: a prompt of {len(ids)} tokens leaves no room in a context of {context}")
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        wrong = ids[(ids < 0) | (ids >= vocabulary)][0]
-        raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {vocabulary}")
-    for field, good in _limits(sampling):
-        if not good:
-            raise ValueError(f"{name}: sampling.{field} cannot be {getattr(sampling, field)!r}")
-
-
-def _limits(sampling: Sampling) -> Sequence[tuple[str, bool]]:
-    """Fields with whether their value can be sampled; written so that NaN is refused."""
-    return (("temperature", 0 <= sampling.temperature < float("inf")), ("top_p", 0 < sampling.top_p <= 1),
-            ("top_k", sampling.top_k >= 0), ("min_p", 0 <= sampling.min_p <= 1),
-            ("max_new_tokens", sampling.max_new_tokens >= 1), ("stop", all(sampling.stop)))

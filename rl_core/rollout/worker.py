@@ -188,7 +188,7 @@ class RolloutWorker:
             return WorkerStatus(
                 worker=self._name, stream=self._writer.stream, served=self._engine.served,
                 in_flight=tuple(self._groups), running=self._running, tokens_generated=self._tokens_generated,
-                tokens_wasted=self._tokens_wasted, seconds=self._ledger.seconds())
+                tokens_wasted=self._tokens_wasted, seconds=self._ledger.seconds(), servers=self._engine.counters())
 
     def close(self) -> None:
         """Cancel what runs, land what is complete, free everything, within 2 s. Idempotent."""
@@ -463,16 +463,15 @@ def open_worker(*, root: str, config: Config, name: str, attempt: int, cwd: str 
     `cwd` is the working directory of the command, in which a reward function lies. Loads torch and the model.
     """
     from rl_core.model_setup import model_digests
+    from rl_core.rollout.engines import open_engine
     from rl_core.rollout.prompts import load_tokenizer
     from rl_core.rollout.rewards.scoring import make_scorer
-    from rl_core.rollout.torch_engine import TorchEngine
 
     run = RunDir(Path(root))
     scorer = make_scorer(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
     settings = config.rollout.engine
     digests = {**model_digests(run.model), "engine": settings.type, "dtype": settings.dtype}
-    engine = TorchEngine(run.model, slots=settings.slots, threads=settings.threads, dtype=settings.dtype,
-                         device=settings.device,
-                         max_context=config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+    logs = [run.server_log(name, i) for i in range(config.servers_started)]
+    engine = open_engine(config, run.model, logs, run)
     return RolloutWorker(run, config, name=name, attempt=attempt, engine=engine, tokenizer=load_tokenizer(run.model),
                          scorer=scorer, digests=digests)

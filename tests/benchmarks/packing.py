@@ -26,14 +26,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from rl_core.config import AdvantageConfig, CorrectionConfig, LearnerConfig
+from rl_core.advantage_settings import GroupAdvantage
+from rl_core.config import CorrectionConfig, LearnerConfig
 from rl_core.learner import batch as stages
+from rl_core.learner.aggregation import Denominators, aggregate
 from rl_core.learner.correction import token_weights, truncate
 from rl_core.learner.logprobs import chosen_logprobs
-from rl_core.learner.losses import Denominators, aggregate, ppo_clip
+from rl_core.learner.losses.ppo_clip import ppo_clip
+from rl_core.learner.plan import StepPlan
 from rl_core.learner.policy import load_policy
 from rl_core.learner.ranks import Ranks, gradient_norm
-from rl_core.learner.step import StepPlan, training_step
+from rl_core.learner.step import training_step
 from rl_core.tiny_model import tiny_config
 from tests.benchmarks import long_tails
 from tests.benchmarks.measure import figure, side_by_side
@@ -72,7 +75,8 @@ def claim() -> TensorDict:
                                                 prompt_length=int(prompts[i])) for i in range(GROUPS)]))
     stages.mark_tokens(batch, step=1, publish_every=1, updates_per_step=1)
     stages.mask_truncated(batch, "score")
-    stages.add_advantages(batch, AdvantageConfig())
+    stages.number_tokens(batch)
+    stages.add_advantages(batch, GroupAdvantage())
     return batch
 
 

@@ -3,8 +3,10 @@
 HEADWAY_SOAK_STEPS steps (2,000 unless set) at a learning rate that changes no weight, with `retention.replay=window`.
 The first tenth of the steps warms everything up, the second tenth is what the last tenth is compared with:
 
-* resident memory of each process: median of the last tenth against that behind the first one
-* bytes of shards on disk: the largest of the last tenth against the largest of the second one
+* resident memory of each process: median of the last tenth against that of the second one
+* bytes that retention bounds (shards, checkpoints, weights): the largest of the last tenth against the largest of the
+  second one
+* all other bytes of the run directory (claims, records ...): they grow with the steps, by so much for each
 * processor seconds of all processes per trained token: last tenth against the second one
 
 Not part of `make bench`: 2,000 steps take a quarter of an hour on two cores.
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,10 @@ SETTINGS = (f"total_steps={STEPS}", "learner.lr=1e-30", "learner.decay=constant"
             "retention.replay=window", f"checkpoint.every={max(1, STEPS // 40)}", "checkpoint.best=null",
             f"validation.every={max(1, STEPS // 10)}")
 EVERY_S = 1.0
+REST_EVERY = 5
+"""Looks between two at all of the run directory: there are several files for each step."""
+REST_BYTES = 8192
+"""Claim, record, observation and version of a step, and its share of validations and logs."""
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 NAMES = {"raylet/raylet": "raylet", "gcs_server": "gcs", "prefect": "prefect", "keeper.py": "keeper",
@@ -51,7 +58,10 @@ class Watched:
 
     memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     """Process -> (steps, resident bytes)."""
-    shards: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    kept: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(steps, bytes of shards, checkpoints and weights)."""
+    rest: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(steps, all other bytes of the run directory), now and then."""
     cpu: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """(steps, processor seconds of all processes until then)."""
     spent: dict[int, float] = field(default_factory=dict[int, float])
@@ -68,14 +78,20 @@ class Watched:
             self.spent[pid] = (int(fields[11]) + int(fields[12])) / TICKS
             self.memory[f"{name} ({pid})"].append((steps, int(fields[21]) * PAGE))
         self.cpu.append((steps, sum(self.spent.values())))
-        self.shards.append((steps, sum(size_of(path) for path in run.streams.glob("*/*.arrow"))))
+        kept = (run.streams, run.checkpoints, run.weights_root)
+        self.kept.append((steps, sum(map(bytes_in, kept))))
+        if steps and len(self.kept) % REST_EVERY == 0:
+            self.rest.append((steps, sum(bytes_in(path) for path in run.root.iterdir() if path not in kept)))
 
 
-def size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:  # retired
-        return 0
+def bytes_in(path: Path) -> int:
+    """Of a file, or of the files below a directory; what is removed meanwhile counts 0."""
+    files = [path] if path.is_file() else [Path(root) / name for root, _, names in os.walk(path) for name in names]
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
 
 
 def name_of(pid: int, command: str, run: RunDir) -> str:
@@ -93,10 +109,14 @@ def within(seen: list[tuple[int, Any]], first: int, last: int) -> list[Any]:
 
 def watch(home: Home) -> tuple[Command, Watched]:
     command, watched = home.train("soak", *SETTINGS), Watched()
-    while command.process.poll() is None:
-        watched.look(home, command.run)
-        time.sleep(EVERY_S)
-    assert command.wait() == 0, (command.out, command.err)
+    try:
+        while command.process.poll() is None:
+            watched.look(home, command.run)
+            time.sleep(EVERY_S)
+        assert command.wait() == 0, (command.out, command.err)
+    finally:
+        command.process.terminate()  # nothing where it has ended
+        command.process.wait()
     return command, watched
 
 
@@ -113,10 +133,11 @@ def soak() -> Iterator[dict[str, Any]]:
                 grown = 100 * (statistics.median(end) / statistics.median(warm) - 1)
                 yield figure(f"soak/memory_growth {process}", grown, "%", "<= 5",
                              megabytes=[round(statistics.median(some) / 2**20, 1) for some in (warm, end)])
-        before, after = (max(within(seen.shards, *span)) for span in ((WARM, COMPARED), (LAST, STEPS)))
-        yield figure("soak/shard_bytes", after / before, "x", "<= 1.25", megabytes=round(after / 2**20, 2))
-        rest = sum(size_of(path) for path in run.root.rglob("*") if path.is_file() and path.suffix != ".arrow")
-        yield figure("soak/other_bytes_per_step", rest / STEPS, "bytes")
+        before, after = (max(within(seen.kept, *span)) for span in ((WARM, COMPARED), (LAST, STEPS)))
+        yield figure("soak/kept_bytes", after / before, "x", "<= 1.25",
+                     megabytes=[round(some / 2**20, 2) for some in (before, after)])
+        (first, few), *_, (last, many) = [look for look in seen.rest if WARM <= look[0] < STEPS]
+        yield figure("soak/other_bytes_per_step", (many - few) / (last - first), "bytes", f"<= {REST_BYTES}")
         early, late = cost(run, seen, WARM, COMPARED), cost(run, seen, LAST, STEPS)
         yield figure("soak/cpu_per_token_change", abs(100 * (late / early - 1)), "%", "<= 10",
                      microseconds=[round(1e6 * early, 1), round(1e6 * late, 1)])

@@ -88,9 +88,9 @@ MOMENTS: dict[str, Callable[[Run], bool]] = {
     "tracking": in_tracking}
 
 
-def pid_of_actor(home: Home, run: RunDir, role: str) -> int | None:
-    """The process that writes the log of this actor, rank 0; None while there is none."""
-    log = str(run.logs / f"{role}-0.log")
+def pid_of_actor(home: Home, run: RunDir, role: str, rank: int = 0) -> int | None:
+    """The process that writes the log of this actor; None while there is none."""
+    log = str(run.logs / f"{role}-{rank}.log")
     for pid in processes_of(home):
         with suppress(OSError):
             if os.readlink(f"/proc/{pid}/fd/1") == log:

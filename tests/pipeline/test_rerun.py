@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import random
 import sqlite3
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 
@@ -25,7 +23,8 @@ from rl_core.revisions import config_of, revisions
 from rl_core.run_dir import RunDir, newest_attempt
 from rl_core.run_identity import prompt_rows, read_identity
 from rl_core.schedules import learning_rate
-from tests.runs import Command, Home
+from tests.failing import Spoiled, written
+from tests.runs import Command, Home, prefect_server
 
 pytestmark = pytest.mark.slow
 """Five starts. `make chaos` runs it."""
@@ -36,30 +35,6 @@ SMALL = (f"total_steps={STEPS}", "groups_per_step=4", "group_size=4", "validatio
          "checkpoint.keep=20", "data.size=256", "data.validation=null", "model.warmup_steps=0",
          "learner.loss.entropy_coef=0.05")
 """A model without warm-up, which no reward moves: its entropy does."""
-
-
-@dataclass
-class Spoiled:
-    """Shards of the claims that had no record, with a flipped byte, until `mend` puts it back."""
-
-    run: RunDir
-    shards: dict[Path, bytes] = field(default_factory=dict[Path, bytes])
-
-    def spoil(self) -> None:
-        until = time.monotonic() + 60
-        while not self.run.result.exists() and time.monotonic() < until:
-            step = claimed_steps(self.run)[-1]
-            for group in () if self.run.record(step).exists() else read_claim(self.run, step).groups:
-                path = self.run.shard(group.stream, group.seq)
-                if path not in self.shards:
-                    self.shards[path] = path.read_bytes()
-                    raw = bytearray(self.shards[path])
-                    raw[len(raw) // 2] ^= 1
-                    path.write_bytes(raw)
-
-    def mend(self) -> None:
-        for path, raw in self.shards.items():
-            path.write_bytes(raw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +63,6 @@ def failed(home: Home) -> Failed:
     return Failed(command=command, step=step, records=written(run), claim=run.claim(step).read_bytes())
 
 
-def written(run: RunDir) -> dict[int, tuple[int, int]]:
-    return {step: (run.record(step).stat().st_mtime_ns, read_record(run, step).attempt) for step in recorded_steps(run)}
-
-
 def test_a_rerun_finishes_the_run_and_does_nothing_again(home: Home, failed: Failed) -> None:
     command = home.start("rerun", KEY, "--json", key=KEY)
     assert command.wait() == 0, (command.out, command.err)
@@ -105,6 +76,19 @@ def test_a_rerun_finishes_the_run_and_does_nothing_again(home: Home, failed: Fai
     assert list(run.records.glob("*divergent*")) == []
     assert fold_claims(str(run.root)) == read_record(run, STEPS - 1).weights_digest
     assert audit(run, n_prompts=prompt_rows(run)).violations == []
+
+
+def test_twenty_random_steps_of_the_finished_run_replay_bit_for_bit(home: Home, failed: Failed) -> None:
+    """Of both attempts; `retention.replay` is `all`."""
+    assert config_of(failed.command.run, 0).retention.replay == "all"
+    steps = sorted(random.Random(5).sample(range(STEPS), 20))
+    assert steps[0] < failed.step <= steps[-1]
+    before = digest_of(failed.command.run)
+    replayed = home.call("replay", KEY, *(word for step in steps for word in ("--step", str(step))), "--json")
+    assert replayed.process.returncode == 0, (replayed.out, replayed.err)
+    assert [(one["step"], one["verdict"]) for one in replayed.json["steps"]] == [(step, "identical") for step in steps]
+    assert all(one["differing"] == {} and one["compared"] > 20 for one in replayed.json["steps"])
+    assert digest_of(failed.command.run) == before, "a replay writes nothing"
 
 
 REFUSED = {
@@ -190,22 +174,10 @@ def test_a_retry_by_prefect_goes_on_with_the_run(home: Home) -> None:
     assert command.wait(60) == 1, (command.out, command.err)
     spoiled.mend()
     before = written(command.run)
-    pages = home.start("ui")
-    try:
-        out, address = pages.process.stdout, ""
-        while out is not None and not address and (line := out.readline()):
-            address = line.split()[1] if line.startswith("Prefect") else ""
-        env = {name: value for name, value in os.environ.items()
-               if not name.startswith(("PREFECT_", "RAY_", "MLFLOW_", "HEADWAY_"))}
-        secret = (home.path / "secrets" / "prefect-auth").read_text().strip()
-        env |= {"HEADWAY_HOME": str(home.path), "PREFECT_HOME": str(home.path / "client"),
-                "PREFECT_API_URL": f"{address}/api", "PREFECT_API_AUTH_STRING": secret}
+    with prefect_server(home) as env:
         retry = subprocess.run([sys.executable, "-m", "prefect", "flow-run", "retry", "retried", "--entrypoint",
                                 "flows.train.train"], env=env, capture_output=True, text=True, timeout=180)
         assert retry.returncode == 0, (retry.stdout, retry.stderr)
-    finally:
-        pages.process.terminate()
-        pages.wait(30)
     run = command.run
     now = written(run)
     assert recorded_steps(run) == list(range(STEPS)) and {step: now[step] for step in before} == before

@@ -192,6 +192,7 @@ def learn(state: TrainState, ranks: Ranks, rows: ClaimRows, config: Config, step
     batch = stages.assemble(rows)
     stages.mark_tokens(batch, step=step, publish_every=1, updates_per_step=1)
     stages.mask_truncated(batch, config.learner.loss.truncated)
+    stages.number_tokens(batch)
     stages.add_advantages(batch, config.learner.advantage)
     plan = StepPlan(step=step, idx=step, learning_rate=learning_rate(step, config), groups=16, minibatch_groups=16,
                     max_new_tokens=config.sampling.max_new_tokens, learner=config.learner, skipped_in_a_row=0,

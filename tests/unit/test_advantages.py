@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from rl_core.config import AdvantageConfig
-from rl_core.learner.advantages import advantages, grpo, rloo
+from rl_core.advantage_settings import GroupAdvantage
+from rl_core.learner.advantages.estimate import advantages, answers_of
+from rl_core.learner.advantages.grpo import grpo
+from rl_core.learner.advantages.rloo import rloo
 
 HALF = np.sqrt(1 / 3)  # sample deviation of [0, 0, 0, 1] is 0.5, of [0, 1, 0, 1] is sqrt(1/3)
 HALF_OF_PAIR = 0.5 / np.sqrt(0.5)  # of [0, 1] it is sqrt(1/2)
@@ -49,8 +51,8 @@ BY_HAND = {
 
 @pytest.mark.parametrize(("name", "options", "rewards", "groups", "expected"), BY_HAND.values(), ids=BY_HAND.keys())
 def test_small_groups_have_the_advantages_worked_out_by_hand(name, options, rewards, groups, expected):
-    config = AdvantageConfig(name=name, **options)
-    found = advantages(np.array(rewards, np.float32), np.array(groups, np.int32), config)
+    config = GroupAdvantage(name=name, **options)
+    found = advantages(answers_of(np.array(rewards, np.float32), np.array(groups, np.int32)), config)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=3e-6)
 
@@ -62,9 +64,9 @@ def test_random_claims_agree_with_a_plain_loop(name, std):
     groups = rng.integers(0, 40, 300)
     groups = np.unique(groups, return_inverse=True)[1]
     rewards = rng.normal(size=300).round(3)
-    config = AdvantageConfig(name=name, normalize_by_std=std)
+    config = GroupAdvantage(name=name, normalize_by_std=std)
     expected = reference(name, rewards.tolist(), groups.tolist(), std=std)
-    np.testing.assert_allclose(advantages(rewards, groups, config), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(advantages(answers_of(rewards, groups), config), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_every_group_sums_to_zero_and_rloo_is_the_mean_of_the_others():
@@ -75,18 +77,19 @@ def test_every_group_sums_to_zero_and_rloo_is_the_mean_of_the_others():
 
 
 def test_an_absent_answer_is_outside_its_groups_statistics():
-    config = AdvantageConfig(name="grpo", normalize_by_std=False)
+    config = GroupAdvantage(name="grpo", normalize_by_std=False)
     present = np.array([True, True, True, False])
-    found = advantages(np.array([1.0, 0.0, 0.5, 100.0]), np.zeros(4, np.int32), config, present_N=present)
+    found = advantages(answers_of(np.array([1.0, 0.0, 0.5, 100.0]), np.zeros(4, np.int32)), config,
+                       present_N=present)
     np.testing.assert_allclose(found, [0.5, -0.5, 0.0, 0.0])
 
 
 def test_a_group_left_with_one_present_answer_is_a_group_of_one():
     present = np.array([True, False])
-    found = advantages(np.array([1.0, 7.0]), np.zeros(2, np.int32), AdvantageConfig(), present_N=present)
+    found = advantages(answers_of(np.array([1.0, 7.0]), np.zeros(2, np.int32)), GroupAdvantage(), present_N=present)
     assert found.tolist() == [0.0, 0.0]
 
 
 def test_a_reward_that_is_not_finite_is_refused_by_place():
     with pytest.raises(ValueError, match="trajectory 1 is not finite"):
-        advantages(np.array([0.0, np.nan]), np.zeros(2, np.int32), AdvantageConfig())
+        answers_of(np.array([0.0, np.nan]), np.zeros(2, np.int32))

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.config import CorrectionConfig, LearnerConfig, LossConfig
+from rl_core.combinations import check_combination
+from rl_core.config import CorrectionConfig, LearnerConfig
 from rl_core.errors import ConfigError
 from rl_core.learner.correction import effective_samples, loglinear_proximal, token_weights, truncate
 from rl_core.learner.kl import k1, k2, k3
-from rl_core.learner.step import check_combination, needs_proximal_pass, weight_cap
+from rl_core.learner.plan import needs_proximal_pass, weight_cap
+from rl_core.loss_settings import PpoClipLoss
 
 
 def test_token_weights_are_ratios_detached_and_truncated_from_above_only():
@@ -71,21 +73,21 @@ def test_k3_is_unbiased_and_never_negative():
 
 
 def test_combinations_that_make_no_sense_are_refused_by_field():
-    twice = LearnerConfig(loss=LossConfig(name="decoupled_ppo"), correction=CorrectionConfig(weights="token_truncate"))
-    with pytest.raises(ConfigError, match=r"learner\.correction\.weights: is 'token_truncate'"):
+    twice = LearnerConfig(loss=PpoClipLoss(name="decoupled_ppo"), correction=CorrectionConfig(weights="token_truncate"))
+    with pytest.raises(ConfigError, match=r"learner\.correction\.weights: decoupled_ppo has its own"):
         check_combination(twice)
-    with pytest.raises(ConfigError, match=r"learner\.loss\.proximal: is 'loglinear'"):
-        check_combination(LearnerConfig(loss=LossConfig(name="ppo_clip", proximal="loglinear")))
-    check_combination(LearnerConfig(loss=LossConfig(name="decoupled_ppo", proximal="loglinear")))
+    with pytest.raises(ConfigError, match=r"learner\.loss\.proximal: belongs to"):
+        check_combination(LearnerConfig(loss=PpoClipLoss(name="ppo_clip", proximal="loglinear")))
+    check_combination(LearnerConfig(loss=PpoClipLoss(name="decoupled_ppo", proximal="loglinear")))
 
 
 def test_the_cap_of_token_weights_is_the_losss_own_or_the_corrections():
     assert weight_cap(LearnerConfig()) is None
     assert weight_cap(LearnerConfig(correction=CorrectionConfig(weights="token_truncate", cap=1.5))) == 1.5
-    assert weight_cap(LearnerConfig(loss=LossConfig(name="decoupled_ppo"))) == 5.0
+    assert weight_cap(LearnerConfig(loss=PpoClipLoss(name="decoupled_ppo"))) == 5.0
 
 
 def test_a_proximal_pass_is_made_only_from_the_second_update_on():
-    recompute, loglinear = LearnerConfig(), LearnerConfig(loss=LossConfig(name="decoupled_ppo", proximal="loglinear"))
+    recompute, loglinear = LearnerConfig(), LearnerConfig(loss=PpoClipLoss(name="decoupled_ppo", proximal="loglinear"))
     assert [needs_proximal_pass(recompute, n) for n in (1, 2)] == [False, True]
     assert [needs_proximal_pass(loglinear, n) for n in (1, 2)] == [False, False]

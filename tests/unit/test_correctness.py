@@ -51,7 +51,8 @@ def rows_of(rewards: list[float], said: list[float], sources: list[int]) -> Clai
         correct_N=np.array(said, np.float32), length_N=np.tile(np.array([2, 4], np.int32), groups),
         finish_N=np.zeros(answers, np.int8), parts={}, sources=("gsm8k", "math")[:max(sources) + 1],
         source_G=np.array(sources, np.int32), mine_N=np.ones(answers, np.bool_), offsets=np.zeros(1, np.int32),
-        response_ids=none_i, loss_mask=np.zeros(0, np.uint8), behavior_logprobs=none_f, version_idx=none_i)
+        response_ids=none_i, loss_mask=np.zeros(0, np.uint8), behavior_logprobs=none_f,
+        run_version_idx_R=none_i, run_tokens_R=none_i)
 
 
 CLAIM = Claim(step=0, idx=0, attempt=1, consumer="learner", eta="2", hard_max=8, policy="keep", groups=(),

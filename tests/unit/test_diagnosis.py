@@ -181,6 +181,17 @@ def test_a_killed_attempt_is_a_note_and_a_quota_that_is_used_up_is_wrong(run: Ru
     assert used_bytes(run.root) == before + 5000, "a file with two names lies there once"
 
 
+def test_that_prefect_cannot_be_asked_about_a_killed_attempt_is_said(run: RunDir,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    put_if_absent(run.attempt(2), to_json({"attempt": 2, "prefect_run_id": "1c2d"}))
+    _, notes = found()
+    assert "the Prefect server that has flow run 1c2d of attempt 2 does not run" in notes[1]
+    assert show_diagnosis("k", fix=True, as_json=True) == 0
+    [said] = json.loads(capsys.readouterr().out)["mended"]["k"]
+    assert said.startswith("not done: the Prefect server that has flow run 1c2d of attempt 2 does not run")
+    assert "The next start of the run sets it to Crashed" in said
+
+
 def test_a_run_whose_identity_cannot_be_read_is_wrong_and_hides_no_other(run: RunDir) -> None:
     other = run_dir("k2")
     other.root.mkdir()

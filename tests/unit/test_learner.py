@@ -15,13 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_core import metrics
-from rl_core.config import AdvantageConfig, Config, CorrectionConfig, LearnerConfig, LossConfig
+from rl_core.advantage_settings import GroupAdvantage
+from rl_core.config import Config, CorrectionConfig, LearnerConfig
 from rl_core.env_digest import differing_fields, environment
 from rl_core.errors import ClaimedShardCorrupt, ConfigError, EngineMismatch, NonFiniteTraining, StaleAttempt
 from rl_core.experience.ledger import void_step
 from rl_core.learner import batch as stages
 from rl_core.learner.learner import Learner, fold_claims
 from rl_core.learner.step_metrics import mismatch_bound
+from rl_core.loss_settings import PpoClipLoss
 from rl_core.records import read_record
 from rl_core.run_dir import RunDir, to_json
 from rl_core.types import StepRecord
@@ -147,7 +149,7 @@ def test_a_step_changes_the_weights_as_a_plain_loop_over_the_stock_model_does(tm
 def test_the_result_does_not_depend_on_how_the_claim_is_cut_into_micro_batches(tmp_path):
     norms, losses = [], []
     for budget in (1, 40, 10_000):
-        config = settings(token_budget=budget, loss=LossConfig(aggregation="seq_mean_token_mean", entropy_coef=0.01))
+        config = settings(token_budget=budget, loss=PpoClipLoss(aggregation="seq_mean_token_mean", entropy_coef=0.01))
         run = new_run(tmp_path, config, steps=1, name=f"run-{budget}")
         record = started(run, config).train(0)
         assert record is not None
@@ -160,7 +162,7 @@ def test_the_result_does_not_depend_on_how_the_claim_is_cut_into_micro_batches(t
 def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     found = []
     for coef in (0.0, 1.0):
-        config = settings(loss=LossConfig(entropy_coef=coef), passes=4)
+        config = settings(loss=PpoClipLoss(entropy_coef=coef), passes=4)
         record = started(new_run(tmp_path, config, steps=1, name=f"run-{coef}"), config).train(0)
         assert record is not None
         found.append(record.metrics["train/entropy"])
@@ -311,7 +313,8 @@ def test_an_answer_cut_at_the_limit_counts_as_its_rule_says(rule):
     cut = replace(group.trajectories[3], finish_reason="length")
     batch = stages.assemble(rows_of([replace(group, trajectories=(*group.trajectories[:3], cut))]))
     stages.mask_truncated(batch, rule)
-    stages.add_advantages(batch, AdvantageConfig())
+    stages.number_tokens(batch)
+    stages.add_advantages(batch, GroupAdvantage())
     tokens, expected = TRUNCATED[rule]
     assert int(batch["loss_mask"].sum()) == tokens
     np.testing.assert_allclose(batch["trajectory", "advantage"], expected, atol=1e-5)
@@ -320,14 +323,14 @@ def test_an_answer_cut_at_the_limit_counts_as_its_rule_says(rule):
 def test_a_stage_without_its_columns_is_refused_by_name():
     batch = stages.assemble(rows_of(random_groups(0)))
     with pytest.raises(KeyError, match=r"add_advantages reads .*present"):
-        stages.add_advantages(batch, AdvantageConfig())
+        stages.add_advantages(batch, GroupAdvantage())
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_update_that_is_not_finite_is_skipped_counted_and_ends_the_run_when_it_goes_on(tmp_path):
-    config = settings(advantage=AdvantageConfig(normalize_by_std=False)).model_copy(
+    config = settings(advantage=GroupAdvantage(normalize_by_std=False)).model_copy(
         update={"failure": Config().failure.model_copy(update={"max_skipped_updates": 1})})
     run = new_run(tmp_path, config, steps=0)
     huge = [1e38, -1e38, 0.0, 0.0]
@@ -408,7 +411,7 @@ def test_a_learner_of_an_older_attempt_trains_and_publishes_nothing(tmp_path):
 
 
 def test_two_token_weights_are_refused_before_anything_starts(tmp_path):
-    config = settings(loss=LossConfig(name="decoupled_ppo"), correction=CorrectionConfig(weights="token_truncate"))
+    config = settings(loss=PpoClipLoss(name="decoupled_ppo"), correction=CorrectionConfig(weights="token_truncate"))
     with pytest.raises(ConfigError, match="at most once"):
         learner_of(RunDir(tmp_path), config)
 
@@ -417,7 +420,7 @@ def test_two_token_weights_are_refused_before_anything_starts(tmp_path):
 
 
 def test_decoupled_weights_are_capped_at_five_and_measured(tmp_path):
-    config = settings(loss=LossConfig(name="decoupled_ppo"), passes=2)
+    config = settings(loss=PpoClipLoss(name="decoupled_ppo"), passes=2)
     run = new_run(tmp_path, config, steps=1)
     learner = started(run, config)
     learner.train(0)
@@ -432,7 +435,7 @@ def test_decoupled_weights_are_capped_at_five_and_measured(tmp_path):
 
 
 def test_the_loglinear_proximal_is_measured_against_the_recomputed_one(tmp_path):
-    config = settings(loss=LossConfig(name="decoupled_ppo", proximal="loglinear"), passes=2)
+    config = settings(loss=PpoClipLoss(name="decoupled_ppo", proximal="loglinear"), passes=2)
     run = new_run(tmp_path, config, steps=2)
     learner = started(run, config)
     first, second = learner.train(0), learner.train(1)

@@ -76,13 +76,15 @@ def test_marked_ones_and_their_children_belong_to_the_run_and_others_do_not(run:
     marked = processes.sleep(mark=run.services)
     leader, child = processes.parent()
     actor = processes.sleep(log=run.logs / "rollout-1.log")
+    server = processes.sleep(log=run.server_log("rollout-1", 2))
     processes.sleep(mark=tmp_path / "runs" / "k2" / "services")
     processes.sleep(log=run.logs / "mine.log")  # a person keeps notes beside the logs
     with subprocess.Popen(["tail", "-f", str(run.logs / "rollout-1.log")], stdout=subprocess.DEVNULL) as reader:
         found = whats(run)
         reader.kill()
-    assert found == {marked: "service", leader: "service", child: "part of service", actor: "rollout-1"}
-    assert members(run, without=[marked, leader, child, actor]) == []
+    assert found == {marked: "service", leader: "service", child: "part of service", actor: "rollout-1",
+                     server: "rollout-1-server-2"}
+    assert members(run, without=[marked, leader, child, actor, server]) == []
 
 
 def test_processes_of_a_run_that_was_removed_are_found_by_its_place(run: RunDir, processes: Processes) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.learner.losses import Denominators, aggregate, ppo_clip
+from rl_core.learner.aggregation import Denominators, aggregate
+from rl_core.learner.losses.ppo_clip import ppo_clip
 
 
 def reference_ppo_clip(policy, proximal, advantage, low, high, dual):

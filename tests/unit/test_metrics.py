@@ -32,7 +32,8 @@ from rl_core.metrics import (
 )
 from rl_core.types import WeightVersion, WorkerStatus
 
-GROUPS = {"train", "rollout", "staleness", "reward", "validation", "utilization", "weights", "system"}
+GROUPS = {"train", "rollout", "staleness", "reward", "validation", "utilization", "weights", "system",
+          "servers"}
 
 
 class Clock:
@@ -155,11 +156,33 @@ def test_pool_metrics_are_those_since_the_reading_before_also_over_a_restart() -
                     at_s=104.0, before=before)
     metrics = pool_metrics(now, in_flight=9, published_idx=6, sampled=0.25)
     check(metrics, "owner")
-    assert metrics == pytest.approx({
+    assert {name: value for name, value in metrics.items() if not name.startswith("servers/")} == pytest.approx({
         "utilization/rollout_busy": 4.0 / 6.0, "utilization/rollout_waiting": 2.0 / 6.0,
         "utilization/rollout_syncing": 0.0, "utilization/rollout_paused": 0.0, "weights/served_lag": 1.0,
         "rollout/tokens_per_s": 100.0, "rollout/wasted": 0.1, "rollout/in_flight": 9.0, "reward/sampled": 0.25,
         "system/swap_s": 0.0})
+
+
+SERVER = {"tokens": 0.0, "context_tokens": 0.0, "cached_tokens": 0.0, "swaps": 0.0, "paused_s": 0.0,
+          "reread_tokens": 0.0, "thrown_tokens": 0.0, "restarts": 0.0, "retries": 0.0, "running": 0.0, "queued": 0.0}
+
+
+def test_servers_are_summed_since_the_reading_before_and_embedded_engines_have_none() -> None:
+    plain = status("r-0", "r-0-aa", 4, 0, 0, 1.0, 0.0)
+    old = replace(plain, servers={"server-0": SERVER | {"tokens": 100.0, "restarts": 1.0, "running": 7.0}})
+    new = replace(status("r-0", "r-0-aa", 4, 0, 0, 3.0, 0.0), servers={
+        "server-0": SERVER | {"tokens": 300.0, "restarts": 1.0, "running": 2.0, "swaps": 4.0, "paused_s": 0.2},
+        "server-1": SERVER | {"tokens": 50.0, "restarts": 1.0, "running": 3.0, "context_tokens": 40.0,
+                              "cached_tokens": 10.0, "retries": 2.0}})
+    before = read_pool([old], at_s=10.0)
+    metrics = pool_metrics(read_pool([new], at_s=15.0, before=before), in_flight=0, published_idx=1)
+    check(metrics, "owner")
+    assert {name: value for name, value in metrics.items() if name.startswith("servers/")} == pytest.approx({
+        "servers/tokens_per_s": 50.0, "servers/cache_hit": 0.25, "servers/pause_s": 0.05, "servers/reread_tokens": 0.0,
+        "servers/thrown_tokens": 0.0, "servers/running": 5.0, "servers/queued": 0.0, "servers/restarts": 1.0,
+        "servers/retries": 2.0})
+    none = pool_metrics(read_pool([plain], at_s=10.0), in_flight=0, published_idx=1)
+    assert all(math.isnan(value) for name, value in none.items() if name.startswith("servers/"))
 
 
 def test_swaps_are_the_mean_over_the_workers_since_the_reading_before() -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from flows.presets import load_preset, preset_names
 from rl_core.config import Config, field_kinds
+from rl_core.engine_plan import check_engine
 from rl_core.errors import ConfigError
 from rl_core.plan import InputFacts, describe, differing, make_plan, merge, parse_overrides, resolve
 
 FACTS = InputFacts(rows=100, longest_prompt=20, mean_prompt=15.0, validation_rows=10, model_bytes=1_600_000,
                    context=2048)
 
+SERVERS = ["rollout.engine={type: sglang, urls: [http://a:30000, http://b:30000]}"]
 REFUSED = {
     "unknown key": (["learner.lrr=1"], "learner.lrr: no such setting; did you mean `learner.lr`?"),
     "another system's key": (["actor.ppo_mini_batch_size=4"], "Headway calls it `learner.minibatch_groups`"),
@@ -39,6 +41,18 @@ REFUSED = {
     "an answer over the budget": (["learner.token_budget=8"], "learner.token_budget: one answer"),
     "a quota below one retirement": (["storage.bytes_quota=1000"], r"storage.bytes_quota: .*use at least \d+"),
     "more groups than rows": (["data.epochs=1", "groups_per_step=101"], "groups_per_step: data.train has 100 rows"),
+    "servers that are there, and some to start": (
+        [*SERVERS, "rollout.engine.replicas=2"], r"rollout.engine.replicas: .*leave one of the two out \(got 2\)"),
+    "two workers over the same servers": ([*SERVERS, "rollout.workers=2"], r"rollout.workers: one worker .*\(got 2\)"),
+    "an address without a port": (["rollout.engine={type: sglang, urls: [http://a]}"], "rollout.engine.urls: .*http://"),
+    "a flag that Headway sets": (["rollout.engine={type: sglang, server_args: [--port, '1']}"],
+                                 "rollout.engine.server_args: --port is not free"),
+    "a torn server on the CPU": (["rollout.engine={type: sglang, device: cpu, tensor_parallel: 2}"],
+                                 "rollout.engine.tensor_parallel: a server on the CPU is whole"),
+    "fewer outstanding tokens than one answer": (["rollout.engine={type: sglang, max_outstanding_tokens: 71}"],
+                                                 "rollout.engine.max_outstanding_tokens: .* = 72 tokens"),
+    "a setting of the other engine": (["rollout.engine={type: sglang, slots: 3}"],
+                                      "rollout.engine.slots: belongs to another `rollout.engine.type`"),
     "answer over the context": (["sampling.max_new_tokens=4000"], "sampling.max_new_tokens: .*at most 2028"),
 }
 
@@ -143,3 +157,24 @@ def test_differing_names_the_fields_of_one_kind() -> None:
     assert differing(one, two, "identity") == {"group_size": (8, 4)}
     assert differing(one, two, "training") == {"learner.lr": (5e-4, 1e-3)}
     assert differing(one, two, "operational") == {"deadlines.claim_s": (1800.0, 9.0)}
+
+
+def test_servers_are_counted_with_their_gpus_and_their_copies_of_the_weights() -> None:
+    over = ["rollout.engine={type: sglang, replicas: 3, tensor_parallel: 2}", "rollout.workers=2"]
+    config = resolve(load_preset("tiny-cpu"), parse_overrides(over))
+    plan = make_plan(config, FACTS)
+    assert plan.gpus == {"rollout": 12.0, "validation": 1.0}
+    assert plan.memory_bytes == FACTS.model_bytes * (4 + 6 + 1)
+    assert dict(describe(config, plan))["rollout"] == \
+        "2 worker(s), engine sglang, 3 server(s) of 2 GPU(s) each, 128 requests at once in each"
+    there = resolve(load_preset("tiny-cpu"), parse_overrides([*SERVERS, "data.validation=null"]))
+    assert make_plan(there, FACTS).gpus == {}
+    assert make_plan(there, FACTS).memory_bytes == FACTS.model_bytes * (4 + 0 + 1)
+
+
+def test_log_probs_of_another_distribution_are_refused_where_the_environment_asks_for_them() -> None:
+    config = resolve(load_preset("tiny-cpu"), parse_overrides(SERVERS))
+    check_engine(config, {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"})
+    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB: .*unset it \(got 'true'\)"):
+        check_engine(config, {"SGLANG_RETURN_ORIGINAL_LOGPROB": "true"})
+    check_engine(Config(), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "true"})

@@ -20,6 +20,7 @@ from rl_core.plan import make_plan, resolve
 
 TO_SET = ["model.path: must be set", "data.train: must be set"]
 NO_GPU = ["learner.device: this machine has no CUDA device", "rollout.engine.device: this machine has no CUDA device"]
+NO_SERVER = ["rollout.engine.python: there is no such program", "rollout.engine.script: there is no such file"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ PRESETS = {
     "grpo-1gpu": Expected(200, 51200, 2, 1, 64, TO_SET + NO_GPU, {"learner": 0.5, "rollout": 0.25}),
     "grpo-8gpu": Expected(400, 204800, 2, 2, 192, TO_SET + NO_GPU, {"learner": 4.0, "rollout": 3.0}),
     "two-pools": Expected(400, 204800, 1, 2, 192, TO_SET + NO_GPU, {"learner": 2.0, "rollout": 5.0}),
+    "tiny-sglang-cpu": Expected(180, 23040, 1, 2, 48, NO_SERVER, {}),
+    "sglang-8gpu": Expected(400, 204800, 2, 2, 192, TO_SET + NO_GPU, {"learner": 4.0, "rollout": 4.0}),
+    "sglang-two-pools": Expected(400, 204800, 1, 2, 192, TO_SET + NO_GPU[:1], {"learner": 8.0}),
 }
 
 
@@ -84,7 +88,7 @@ def test_a_preset_has_its_plan_on_a_machine_without_a_gpu(preset: str, capsys: p
     assert err == [f"warning: {line}" for line in said["warnings"]]
 
 
-@pytest.mark.parametrize("preset", [name for name, expected in PRESETS.items() if expected.warnings])
+@pytest.mark.parametrize("preset", [name for name, expected in PRESETS.items() if expected.warnings[:2] == TO_SET])
 def test_a_start_is_refused_for_what_the_plan_warns_of(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(preset, [], None, as_json=False, verbose=True) == 2
     _, err = capsys.readouterr()
@@ -127,3 +131,10 @@ def test_ranks_that_share_one_gpu_are_refused() -> None:
     config = Config.model_validate({"learner": {"device": "cuda", "gpus": 0.5, "ranks": 2}})
     with pytest.raises(ConfigError, match=r"learner\.gpus: 2 ranks cannot share .*\(got 0\.5\)"):
         make_plan(config)
+
+
+def test_a_server_that_cannot_be_started_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("tiny-sglang-cpu", [], None, as_json=False, verbose=True) == 2
+    _, err = capsys.readouterr()
+    assert [line.split(" (")[0].split(" in ")[0] for line in err.splitlines()] == [
+        f"error: {line}" for line in NO_SERVER]

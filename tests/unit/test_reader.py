@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import BrokenFile, ClaimedShardCorrupt
-from rl_core.experience.reader import ClaimRows, Staging, fill_runs, read_claim_rows, read_groups, split_by_length
+from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows, read_groups, split_by_length
 from rl_core.experience.shards import ShardWriter
 from rl_core.run_dir import RunDir
 from rl_core.types import Claim, Score, ShardRef, TrajectoryGroup
@@ -160,7 +160,7 @@ def test_staging_takes_memory_from_the_allocator_it_was_given(tmp_path: Path) ->
 
     staging = Staging(allocate)
     read_claim_rows(run, claim, rank=0, ranks=1, versions=VERSIONS, staging=staging)
-    assert len(asked) == 4 and sum(asked) == staging.nbytes
+    assert len(asked) == 3 and sum(asked) == staging.nbytes
 
 
 @pytest.mark.parametrize("damage", ["flipped", "gone", "replaced", "other digest"])
@@ -225,14 +225,6 @@ def test_more_ranks_than_answers_leave_some_with_nothing(tmp_path: Path) -> None
     assert (rows.mine_N.tolist(), rows.offsets.tolist(), rows.response_ids.size) == ([False], [0], 0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         read_claim_rows(run, claim, rank=2, ranks=2, versions=VERSIONS)
-
-
-def test_fill_runs_is_repeat_without_new_memory() -> None:
-    rng = np.random.default_rng(3)
-    value, count = rng.integers(0, 3, 200).astype(np.int32), rng.integers(1, 9, 200).astype(np.int32)
-    out = np.full(int(count.sum()), -1, np.int32)
-    fill_runs(value, count, out)
-    assert out.tolist() == np.repeat(value, count).tolist()
 
 
 def test_people_read_groups_as_plain_values(tmp_path: Path) -> None:

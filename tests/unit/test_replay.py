@@ -323,6 +323,29 @@ def test_what_is_tried_does_not_touch_the_steps_behind_it(done: RunDir) -> None:
     assert all(same(*pair) for one in as_it_was for pair in one.metrics.values())
 
 
+ALGORITHMS = {
+    "gspo": ["learner.loss.name=gspo"],
+    "clip_cov, whose tokens are drawn by lot": ["learner.loss.name=clip_cov", "learner.loss.cov_low=-1"],
+    "sequence weights and rejection": ["learner.correction={weights: sequence_truncate, rejected: exclude, rejection: "
+                                       "[{rule: token_k1, high: 4}]}"],
+    "bypass": ["learner.correction.mode=bypass", "learner.loss.name=cispo"],
+    "a token baseline": ["learner.advantage.name=optimal_token_baseline"]}
+
+
+@pytest.mark.parametrize("sets", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_other_estimators_losses_and_corrections_read_only_what_the_claim_has(done: RunDir, sets: list[str]) -> None:
+    one, again = (list(try_settings(done, [2], parse_overrides(sets))) for _ in range(2))
+    assert one[0].digests == again[0].digests and one[0].digests[0] != one[0].digests[1]
+    assert {key.split("=")[0] for key in sets if "{" not in key} <= set(one[0].changed)
+    assert "learner.loss.aggregation" not in one[0].changed or "gspo" in sets[0], "gspo has a default of its own"
+
+
+def test_a_record_of_before_a_metric_was_added_is_compared_by_what_it_has(copy: RunDir) -> None:
+    rewrite(copy.record(7), lambda record: record["metrics"].pop("train/chi2_token"))
+    one = only(replay(copy, [7]))
+    assert one.verdict == "identical" and "train/chi2_token" not in one.metrics
+
+
 REFUSED = {"identity": ("seed=2", "seed: is of kind identity"), "operational": ("checkpoint.every=2", "kind oper"),
            "environment": ("learner.threads=2", "learner.threads: is of kind environment"),
            "of the claim": ("staleness.policy=drop", "staleness.policy: acts before the claim.*headway explain"),

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from rl_core.checkpoint import CheckpointState, checkpoints, newest_whole, write_checkpoint
-from rl_core.errors import BrokenFile, ClaimedShardCorrupt, DiskQuotaTooSmall, ShardRetired
+from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ConfigError, DiskQuotaTooSmall, ShardRetired
 from rl_core.experience import experience as experience_module
-from rl_core.experience.archive import read_archived
+from rl_core.experience.archive import read_archived, try_archive
 from rl_core.experience.audit import audit
 from rl_core.experience.experience import Experience
 from rl_core.experience.index import KeySet, group_key, group_keys
@@ -546,3 +546,13 @@ def test_what_keeps_shards_from_being_retired_is_a_note(told: RunDir, tmp_path: 
     owner: Any = Owner(told, retention={"replay": "window", "archive": str(tmp_path / "archive")})
     assert retire_shards(owner).shards == () and shards_there(told) == list(range(12))
     assert len(owner.notes) == 1 and owner.notes[0].startswith("no shard was retired: ")
+
+
+def test_an_archive_is_tried_before_a_start_and_one_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    wanted = tmp_path / "new" / "archive"
+    assert try_archive(str(wanted), make=False) == wanted and not wanted.exists()
+    assert try_archive(str(wanted), make=True) == wanted and list(wanted.iterdir()) == []
+    (tmp_path / "file").write_text("a file")
+    for make in (False, True):
+        with pytest.raises(ConfigError, match=r"retention\.archive: shards cannot be written to .*Not a directory"):
+            try_archive(str(tmp_path / "file" / "archive"), make=make)

@@ -99,6 +99,9 @@ class ScriptedEngine:
         self.served = version
         return version.digest
 
+    def counters(self) -> dict[str, dict[str, float]]:
+        return {"server-0": {"tokens": 3.0}}
+
     def close(self) -> None:
         self.go.set()
         self._queue.put(None)

@@ -1,0 +1,254 @@
+"""The updates of one step: no-gradient passes where the plan needs them, then loss, backward and optimizer, in order.
+
+`_S` loss tokens of one micro-batch, `_K` of the whole claim, `_N` its trajectories, `_M` those of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rl_core.errors import EngineMismatch, NonFiniteTraining
+from rl_core.learner.advantages.estimate import advantages
+from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
+from rl_core.learner.aggregation import Denominators, aggregate
+from rl_core.learner.batch import answers_in, column, to_tensor
+from rl_core.learner.correction import correction_weights, loglinear_proximal
+from rl_core.learner.logprobs import TokenLogprobs
+from rl_core.learner.losses.tokens import Tokens
+from rl_core.learner.micro import Micro, Minibatch
+from rl_core.learner.objective import chosen_loss, composed, corrected, correction_of, possible
+from rl_core.learner.plan import StepPlan
+from rl_core.learner.policy import Policy
+from rl_core.learner.ranks import Ranks, gradient_norm, to_list
+from rl_core.learner.state import set_optimizer
+from rl_core.learner.sums import Bounds, Sums, anchor_sums, correction_sums, stack, update_sums
+from rl_core.learner.whole import Whole, choose, gather, needs_whole, reads_policy, resample, select, selects
+from rl_core.seeds import derive
+
+MISMATCH_ERROR = 0.1
+"""Nats per token between proximal and behavior on tokens of the very same weights: engine and learner disagree."""
+
+
+class Updates:
+    """The updates of one step, in order. Lives as long as the step."""
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks, plan: StepPlan,
+                 batch: TensorDict, tokens_M: Tensor) -> None:
+        self.policy, self.optimizer, self.ranks, self.plan, self.batch = policy, optimizer, ranks, plan, batch
+        self.learner = plan.learner
+        self.tokens_M = tokens_M
+        """Loss tokens of every sequence of this rank."""
+        self.mine = column(batch, "mine").to(ranks.device)
+        self.correction = correction_of(plan.learner)
+        self.bounds = Bounds.of(self.correction)
+        self.bypass = self.correction.mode == "bypass"
+        self.proximal: dict[int, Tensor] = {}
+        """By number of the micro-batch; only where a pass was made."""
+        self.advantage: dict[int, Tensor] = {}
+        """By number of the micro-batch, where the estimator needed the proximal pass."""
+        self.seen: dict[int, TokenLogprobs] = {}
+        """What the last no-gradient pass found, by number of the micro-batch."""
+        self.sums = Sums()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.skipped = 0
+        self.skipped_in_a_row = plan.skipped_in_a_row
+        self.first = True
+        set_optimizer(optimizer, plan.learner, plan.learning_rate)
+
+    # -- passes without gradient
+
+    @torch.no_grad()
+    def proximal_pass(self, minibatches: Sequence[Minibatch], *, squares: bool = False) -> None:
+        """The proximal log-probs of the whole claim; `squares`: and the sum of p^2 at every token."""
+        for micro in (micro for minibatch in minibatches for micro in minibatch.micros):
+            self.seen[micro.number] = self.policy(micro.inputs, squares=squares)
+            self.proximal[micro.number] = self.seen[micro.number].logprob_S
+            self._anchor(micro, self.proximal[micro.number])
+
+    @torch.no_grad()
+    def token_baselines(self, minibatches: Sequence[Minibatch]) -> None:
+        """Advantages of an estimator that reads what the proximal pass found."""
+        answers, present = answers_in(self.batch), column(self.batch, "trajectory", "present").numpy()
+        tokens = int(answers.tokens_N.sum())
+        whole = Minibatch(0, [micro for one in minibatches for micro in one.micros], Denominators(tokens, 0))
+        logprob_K = gather(self.proximal, whole, self.ranks, tokens)
+        squares_K = gather({number: cast(Tensor, found.squares_S) for number, found in self.seen.items()}, whole,
+                           self.ranks, tokens)
+        behavior_K = gather({micro.number: micro.behavior_S for micro in whole.micros}, whole, self.ranks, tokens)
+        row_K = torch.repeat_interleave(to_tensor(answers.tokens_N))
+        weight_K = correction_weights(logprob_K - behavior_K, row_K, len(answers.tokens_N), self.correction)
+        position_K = gather({micro.number: micro.position_S for micro in whole.micros}, whole, self.ranks, tokens)
+        facts = PolicyFacts(
+            logprob_K=logprob_K.double().numpy(), squares_K=squares_K.double().numpy(),
+            weight_K=(torch.ones_like(logprob_K) if weight_K is None else weight_K).double().numpy(),
+            position_K=position_K.long().numpy())
+        found_K = to_tensor(advantages(answers, self.learner.advantage, present_N=present, policy=facts))
+        for micro in whole.micros:
+            self.advantage[micro.number] = found_K.to(self.ranks.device)[micro.place_S]
+
+    def _whole(self, minibatch: Minibatch, passed: int) -> Whole:
+        """What the settings choose from the whole minibatch, of the weights as they are now."""
+        whole = self._choices(minibatch, passed) if needs_whole(self.learner) else Whole()
+        if self.learner.resampling == "none":
+            return whole
+        reward_N, tokens_N, group_N = (column(self.batch, "trajectory", name) for name in ("reward", "tokens", "group"))
+        return resample(whole, reward_N, tokens_N, group_N // self.plan.minibatch_groups == minibatch.number,
+                        self.learner, seed=self._lots(passed, minibatch))
+
+    @torch.no_grad()
+    def _choices(self, minibatch: Minibatch, passed: int) -> Whole:
+        stale = not self.first and reads_policy(self.learner)
+        if stale or any(micro.number not in self.seen for micro in minibatch.micros):
+            for micro in minibatch.micros:
+                self.seen[micro.number] = self.policy(micro.inputs)
+                if self.first and self.bypass:
+                    self._anchor(micro, self.seen[micro.number].logprob_S)
+        tokens_N = column(self.batch, "trajectory", "tokens")
+        count = int(tokens_N.sum())
+
+        def all_of(values: dict[int, Tensor]) -> Tensor:
+            return gather(values, minibatch, self.ranks, count)
+
+        micros = minibatch.micros
+        behavior_K = all_of({micro.number: micro.behavior_S for micro in micros})
+        row_K = torch.repeat_interleave(tokens_N)
+        seen = Tokens(
+            policy_S=all_of({micro.number: self.seen[micro.number].logprob_S for micro in micros}),
+            anchor_S=behavior_K if self.bypass else all_of(
+                {micro.number: self._anchor_of(micro, self.seen[micro.number].logprob_S) for micro in micros}),
+            behavior_S=behavior_K, advantage_S=all_of({micro.number: self._advantage(micro) for micro in micros}),
+            reward_S=column(self.batch, "trajectory", "reward")[row_K], sequence_S=row_K, sequences=len(tokens_N),
+            bypass=self.bypass)
+        group_K = column(self.batch, "trajectory", "group")[row_K]
+        return choose(seen, all_of({micro.number: self.seen[micro.number].entropy_S for micro in micros}),
+                      group_K // self.plan.minibatch_groups == minibatch.number, minibatch.denominators, self.learner,
+                      seed=self._lots(passed, minibatch))
+
+    def _lots(self, passed: int, minibatch: Minibatch, *micro: int) -> int:
+        return derive(self.plan.seed, self.plan.step, passed, minibatch.number, *micro, "lots")
+
+    # -- updates
+
+    def update(self, minibatch: Minibatch, passed: int = 0) -> None:
+        """One optimizer update, or a skipped one where loss or gradient is not finite, on all ranks alike.
+
+        `passed`: passes over the claim before this one.
+        """
+        whole = self._whole(minibatch, passed)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), dtype=torch.float64)
+        for i, micro in enumerate(minibatch.micros):
+            loss = loss + self._backward(micro, minibatch, whole, passed, drift=self.first and i == 0)
+        if self.first:
+            self._check_mismatch()
+        self.first = False
+        parameters = list(self.policy.parameters())
+        norm = gradient_norm(parameters)
+        total = float(self.ranks.sum_tensor(loss[None])[0])
+        if not (math.isfinite(total) and math.isfinite(float(norm))):
+            self._skip(total, float(norm))
+            return
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.learner.max_grad_norm, norm)
+        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        self.losses.append(total)
+        self.norms.append(float(norm))
+        self.skipped_in_a_row = 0
+
+    def _skip(self, loss: float, norm: float) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.plan.max_skipped:
+            raise NonFiniteTraining(
+                f"step {self.plan.step}: {self.skipped_in_a_row} updates in a row were not finite (loss {loss}, "
+                f"gradient norm {norm}); failure.max_skipped_updates is {self.plan.max_skipped}")
+
+    def _backward(self, micro: Micro, minibatch: Minibatch, whole: Whole, passed: int, *, drift: bool) -> Tensor:
+        """Add this micro-batch's gradient; returns its share of the policy loss, detached float64."""
+        settings = self.learner.loss
+        answer = self.policy(micro.inputs, entropy_gradient=settings.entropy_coef != 0.0)
+        policy_S, entropy_S = cast(Tensor, answer.logprob_S), cast(Tensor, answer.entropy_S)
+        anchor_S = micro.behavior_S if self.bypass else self._proximal(micro, policy_S)
+        if self.bypass and self.first and micro.number not in self.seen:
+            self._anchor(micro, policy_S.detach())
+        tokens, impossible_S = possible(Tokens(
+            policy_S=policy_S, anchor_S=anchor_S, behavior_S=micro.behavior_S, advantage_S=self._advantage(micro),
+            reward_S=micro.reward_S, sequence_S=micro.sequence_S, sequences=len(self.tokens_M), bypass=self.bypass))
+        tokens = self._with_choice(tokens, micro, minibatch, whole, passed)
+        found = chosen_loss(tokens, self.learner)
+        mean = None if whole.mean_weight is None else whole.mean_weight.to(policy_S.device)
+        correction = corrected(tokens, self.correction, mean)
+        loss_S = composed(found, tokens, correction, impossible_S, self.learner,
+                          None if whole.uncertain_K is None else whole.uncertain_K.to(policy_S.device)[micro.place_S])
+        if whole.copies_N is not None:
+            loss_S = loss_S * whole.copies_N.to(self.mine.device)[self.mine][micro.sequence_S]
+        policy_loss = self._aggregate(loss_S, micro, minibatch, whole)
+        loss = policy_loss
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * self._aggregate(entropy_S, micro, minibatch, Whole())
+        (loss * self.ranks.loss_scale).backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        update_sums(self.sums, found, tokens, entropy_S, impossible_S)
+        correction_sums(self.sums, correction, tokens)
+        if drift and len(policy_S) and not self.bypass:
+            self.sums.raise_to({"ratio_drift": (found.ratio_S - 1.0).abs().max()})
+        return policy_loss.detach().double().cpu()
+
+    def _with_choice(self, tokens: Tokens, micro: Micro, minibatch: Minibatch, whole: Whole, passed: int) -> Tokens:
+        """The tokens with what the loss chooses from them, if it does."""
+        if whole.chosen_K is not None:
+            return replace(tokens, chosen_S=whole.chosen_K.to(tokens.policy_S.device)[micro.place_S])
+        if selects(self.learner) or not hasattr(self.learner.loss, "scope"):
+            return tokens
+        here = replace(tokens, policy_S=tokens.policy_S.detach())
+        lots = self._lots(passed, minibatch, self.ranks.rank, micro.number)
+        return replace(tokens, chosen_S=select(here, self.learner, lots))
+
+    def _aggregate(self, values_S: Tensor, micro: Micro, minibatch: Minibatch, whole: Whole) -> Tensor:
+        tokens_M = self.tokens_M
+        if whole.tokens_N is not None:  # a sequence without a token left has loss 0 at all of them
+            tokens_M = whole.tokens_N.to(self.mine.device)[self.mine].clamp(min=1)
+        return aggregate(values_S, micro.sequence_S, tokens_M, whole.denominators or minibatch.denominators,
+                         self.learner.loss.aggregation, max_new_tokens=self.plan.max_new_tokens)
+
+    def _advantage(self, micro: Micro) -> Tensor:
+        return self.advantage.get(micro.number, micro.advantage_S)
+
+    def _anchor_of(self, micro: Micro, now_S: Tensor) -> Tensor:
+        """Proximal log-probs of a micro-batch, where the policy has `now_S`."""
+        stored = self.proximal.get(micro.number)
+        if stored is not None:
+            return stored
+        if self.learner.loss.proximal == "recompute":
+            return now_S
+        return loglinear_proximal(now_S, micro.behavior_S, micro.version_S, self.plan.idx)
+
+    def _proximal(self, micro: Micro, policy_S: Tensor) -> Tensor:
+        """The same, detached, in an update; see needs_proximal_pass for why none may be stored."""
+        now_S = policy_S.detach()
+        found_S = self._anchor_of(micro, now_S)
+        if self.first and micro.number not in self.proximal:
+            self._anchor(micro, now_S)
+            if found_S is not now_S:  # before the first update the exact proximal is at hand: the error costs nothing
+                self.sums.add({"loglinear_tokens": torch.tensor(float(len(now_S))),
+                               "loglinear_error": (found_S - now_S).abs().sum()})
+        return found_S
+
+    def _anchor(self, micro: Micro, proximal_S: Tensor) -> None:
+        anchor_sums(self.sums, proximal_S, micro.behavior_S, micro.lag_S, micro.swapped_S, micro.sequence_S,
+                    len(self.tokens_M), self.bounds)
+
+    def _check_mismatch(self) -> None:
+        current, total = to_list(self.ranks.sum_tensor(stack(self.sums.total, ("current", "current_abs"), 0.0)))
+        if current and total / current > MISMATCH_ERROR:
+            raise EngineMismatch(
+                f"step {self.plan.step}: mean |log proximal - log behavior| is {total / current:.3f} nats over "
+                f"{int(current)} tokens that the engine sampled with the very weights of this step (limit "
+                f"{MISMATCH_ERROR}); engine and learner disagree about the model, its dtype, or the sampling settings")

@@ -1,0 +1,40 @@
+"""What settings are made of: their base class, and fields of each kind (config.py). Importable without torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Kind = Literal["identity", "training", "operational", "environment"]
+
+
+def of_kind(kind: Kind) -> dict[str, Any]:
+    """What a field carries so that its kind is known."""
+    return {"kind": kind}
+
+
+def identity(default: Any, text: str, **limits: Any) -> Any:
+    """A field that makes the run this run: a difference on resume is refused by name."""
+    return Field(default, description=text, json_schema_extra=of_kind("identity"), **limits)
+
+
+def training(default: Any, text: str, **limits: Any) -> Any:
+    """A field of how the run learns: a difference on resume needs `--amend`, which records a config revision."""
+    return Field(default, description=text, json_schema_extra=of_kind("training"), **limits)
+
+
+def operational(default: Any, text: str, **limits: Any) -> Any:
+    """A field of how the run is run: free on any restart."""
+    return Field(default, description=text, json_schema_extra=of_kind("operational"), **limits)
+
+
+def environment(default: Any, text: str, **limits: Any) -> Any:
+    """A field of where the run is run: free, but bit-identical replay is not promised across it."""
+    return Field(default, description=text, json_schema_extra=of_kind("environment"), **limits)
+
+
+class Part(BaseModel):
+    """Base of all settings: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -1,0 +1,283 @@
+"""`headway services up` with the real servers: what they answer to whom, deployments and their runs, and what becomes
+of a run when a server, the worker, or the run itself is killed.
+
+The tests stand in the order in which one set-up goes through them.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import sqlite3
+import stat
+import time
+from base64 import b64encode
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rl_core.experience.audit import audit
+from rl_core.records import recorded_steps
+from rl_core.revisions import config_of
+from rl_core.run_dir import newest_attempt
+from rl_core.run_identity import prompt_rows, read_identity
+from tasks import databases, keeper, kept, servers
+from tests.failing import written
+from tests.kept import SMALL, KeptHome, wait_until
+from tests.runs import wait_until_gone
+
+pytestmark = pytest.mark.services
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_S = 45.0
+MEMORY_BYTES = 1.2e9
+CRASHED_S = 120.0
+LONG = 600
+"""Steps: enough that a server is restarted before they end."""
+LASTING = {**SMALL, "checkpoint.every": 100, "checkpoint.keep": 2}
+
+
+def ask(page: str, method: str, path: str, body: str | None = None, **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(page.removeprefix("http://"), timeout=10)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    if body is not None:
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(None if body is None else body.encode())
+    return connection.getresponse()
+
+
+def pid_of(home: KeptHome, name: str) -> int:
+    pid = home.report()["services"][name]["pid"]
+    assert pid is not None
+    return int(pid)
+
+
+# -- up
+
+def test_services_are_ready_in_time_and_in_little_memory(bare_home: KeptHome) -> None:
+    """On an empty home, as on a fresh machine."""
+    begun = time.monotonic()
+    report = bare_home.up()
+    took = time.monotonic() - begun
+    memory = sum(one["memory_bytes"] for one in report["services"].values())
+    print(f"services up in {took:.1f} s, {memory / 2**20:.0f} MB")
+    assert report["up"] and set(report["services"]) == set(kept.NAMES)
+    assert memory <= MEMORY_BYTES and took <= READY_S
+    again = time.monotonic()
+    assert bare_home.up()["services"]["prefect"]["pid"] == report["services"]["prefect"]["pid"]
+    assert time.monotonic() - again < 5.0, "what is up is not started again"
+    bare_home.down()
+    assert not bare_home.report()["up"]
+    assert servers.is_free(bare_home.prefect_port) and servers.is_free(bare_home.mlflow_port)
+
+
+def test_a_set_up_that_is_whole_is_found_healthy(kept_home: KeptHome) -> None:
+    report = kept_home.call("services", "doctor", "--json")
+    assert (report.json["findings"], report.json["notes"], report.process.returncode) == ([], [], 0)
+
+
+def test_what_is_wrong_with_a_set_up_is_named_with_what_to_do(kept_home: KeptHome) -> None:
+    secret = kept_home.path / "secrets" / "prefect-auth"
+    secret.chmod(0o644)
+    kept_home.ask("PATCH", f"/work_pools/{kept.POOL}", {"is_paused": True})
+    [made] = kept_home.ask("POST", "/automations/filter", {})
+    kept_home.ask("DELETE", f"/automations/{made['id']}")
+    found = kept_home.call("services", "doctor", "--json")
+    assert found.process.returncode == 1
+    said = "\n".join(found.json["findings"])
+    assert f"chmod 600 {secret}" in said and "prefect work-pool resume headway" in said
+    assert "the automation" in said and "`headway services up` makes it" in said and len(found.json["findings"]) == 3
+    secret.chmod(0o600)
+    kept_home.ask("PATCH", f"/work_pools/{kept.POOL}", {"is_paused": False})
+    kept_home.up()
+    assert kept_home.call("services", "doctor").process.returncode == 0
+
+
+def test_secrets_are_for_their_owner_alone(kept_home: KeptHome) -> None:
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (kept_home.path / "secrets").iterdir()}
+    assert modes["prefect-auth"] == 0o600 and set(modes.values()) == {0o600}
+    assert stat.S_IMODE((kept_home.path / "secrets").stat().st_mode) == 0o700
+    secret = servers.prefect_auth(kept_home.path)
+    for name in kept.NAMES:
+        pid = pid_of(kept_home, name)
+        for member, _ in keeper.session_members(pid, keeper.start_time(pid) or 0):
+            assert secret not in Path(f"/proc/{member}/cmdline").read_text()
+    for log in kept.directory(kept_home.path).glob("*.log"):
+        assert secret not in log.read_text()
+
+
+def test_a_missing_password_is_refused_by_prefect(kept_home: KeptHome) -> None:
+    page = kept_home.prefect_page
+    assert ask(page, "GET", "/api/admin/version").status == 401
+    assert ask(page, "POST", "/api/flow_runs/filter", "{}").status == 401
+    wrong = b64encode(b"headway:wrong").decode()
+    assert ask(page, "POST", "/api/flow_runs/filter", "{}", Authorization=f"Basic {wrong}").status == 401
+    right = b64encode(servers.prefect_auth(kept_home.path).encode()).decode()
+    assert ask(page, "POST", "/api/flow_runs/filter", "{}", Authorization=f"Basic {right}").status == 200
+
+
+def test_a_page_of_another_origin_is_refused(kept_home: KeptHome) -> None:
+    """A browser asks first whether it may; without a word for the origin it does not send, and shows nothing."""
+    prefect, mlflow, foreign = kept_home.prefect_page, kept_home.mlflow_page, "http://evil.example"
+    before = ask(prefect, "OPTIONS", "/api/flow_runs/filter", Origin=foreign, Access_Control_Request_Method="POST",
+                 Access_Control_Request_Headers="authorization,content-type")
+    assert before.status == 400 and before.getheader("Access-Control-Allow-Origin") is None
+    own = ask(prefect, "OPTIONS", "/api/flow_runs/filter", Origin=prefect, Access_Control_Request_Method="POST",
+              Access_Control_Request_Headers="authorization,content-type")
+    assert own.status == 200 and own.getheader("Access-Control-Allow-Origin") == prefect
+    search = "/api/2.0/mlflow/experiments/search"
+    assert ask(mlflow, "POST", search, '{"max_results": 1}', Origin=foreign).status == 403
+    assert ask(mlflow, "POST", search, '{"max_results": 1}', Origin=mlflow).status == 200
+    assert ask(mlflow, "POST", search, '{"max_results": 1}', Host="evil.example").status == 403, "DNS rebinding"
+
+
+def test_a_plain_shell_finds_the_same_servers(kept_home: KeptHome) -> None:
+    done = kept_home.shell("prefect work-pool inspect headway --output json && mlflow experiments search")
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert '"type": "process"' in done.stdout and "Default" in done.stdout
+
+
+# -- deployments
+
+def test_prefects_own_command_deploys_the_same(kept_home: KeptHome) -> None:
+    before = kept_home.ask("GET", "/deployments/name/train/adhoc")
+    done = kept_home.shell("prefect --no-prompt deploy --all --prefect-file deployments/prefect.yaml", cwd=ROOT)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    after = kept_home.ask("GET", "/deployments/name/train/adhoc")
+    assert (after["id"], after["entrypoint"]) == (before["id"], "flows.train.train")
+    assert after["updated"] != before["updated"]
+
+
+def test_deployments_have_typed_and_described_parameters(kept_home: KeptHome) -> None:
+    for name, parameters in {"train/adhoc": {"preset", "overrides", "run_key", "amend", "groups"},
+                             "rerun/from-step": {"run_key", "from_step", "overrides"},
+                             "replay/step": {"run_key", "step", "steps", "overrides"}}.items():
+        schema = kept_home.ask("GET", f"/deployments/name/{name}")["parameter_openapi_schema"]["properties"]
+        assert parameters <= set(schema), name
+        bare = [parameter for parameter, field in schema.items() if not field.get("description")]
+        assert not bare, (name, bare)
+
+
+def test_a_deployment_run_completes_and_is_tracked(kept_home: KeptHome) -> None:
+    overrides = json.dumps({**SMALL, "seed": 3, "total_steps": 12})
+    done = kept_home.shell("prefect deployment run 'train/adhoc' --param preset=tiny-cpu --param run_key=adhoc "
+                           f"--param 'overrides={overrides}' --watch")
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    run = kept_home.run("adhoc")
+    assert recorded_steps(run) == list(range(12)) and config_of(run, 0).seed == 3
+    assert audit(run, n_prompts=prompt_rows(run)).violations == []
+    stored = json.loads(run.mlflow_run.read_text())
+    status, points = kept_home.tracked(stored["run_id"])
+    assert status == "FINISHED" and set(points.values()) == {1}
+    shown = json.loads(ask(kept_home.mlflow_page, "GET", f"/api/2.0/mlflow/runs/get?run_id={stored['run_id']}").read())
+    assert shown["run"]["info"]["run_name"] == "adhoc", "MLflow's server shows what the run wrote into its database"
+
+
+def test_recorded_steps_replay_as_a_deployment(kept_home: KeptHome) -> None:
+    flow_run = kept_home.submit("replay/step", run_key="adhoc", step=5, steps=3)
+    run = kept_home.wait_for_state(flow_run, "COMPLETED")
+    found = kept_home.ask("POST", "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
+    assert len(found) == 1 and found[0]["data"].count("bit-identical") == 3
+
+
+def test_a_parameter_that_cannot_work_is_refused(kept_home: KeptHome) -> None:
+    """By the server where its type is wrong, by the run where its value is, and by its name."""
+    deployment = kept_home.ask("GET", "/deployments/name/replay/step")["id"]
+    secret = b64encode(servers.prefect_auth(kept_home.path).encode()).decode()
+    wrong = ask(kept_home.prefect_page, "POST", f"/api/deployments/{deployment}/create_flow_run",
+                json.dumps({"parameters": {"run_key": "adhoc", "step": "five"}}), Authorization=f"Basic {secret}")
+    assert wrong.status in (409, 422) and b"step" in wrong.read()
+    unknown = kept_home.wait_for_state(kept_home.submit("train/adhoc", preset="tiny-gpu"), "FAILED")
+    assert "tiny-gpu" in unknown["state"]["message"] and "tiny-cpu" in unknown["state"]["message"]
+
+
+# -- what is killed
+
+def test_a_run_from_a_terminal_survives_that_the_server_is_killed(kept_home: KeptHome) -> None:
+    """It uses the kept server though its preset is isolated; the supervisor starts the server again at its port."""
+    before = kept_home.report()["services"]["prefect"]
+    sets = [f"{name}={json.dumps(value)}" for name, value in {**LASTING, "total_steps": LONG}.items()]
+    command = kept_home.train("terminal", *sets)
+    command.wait_for_step(10)
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_until(lambda: kept_home.report()["services"]["prefect"]["restarts"] == before["restarts"] + 1, 60, "noted")
+    wait_until(lambda: kept_home.report()["up"], 90, "Prefect is up again")
+    assert kept_home.report()["services"]["prefect"]["address"] == before["address"]
+    at = recorded_steps(command.run)[-1]
+    assert at < LONG - 20 and command.process.poll() is None, "the server was back before the run ended"
+    assert command.wait(300) == 0, (command.out[-2000:], command.err)
+    attempt = json.loads(command.run.attempt(1).read_text())
+    assert kept_home.flow_run(attempt["prefect_run_id"])["state_type"] == "COMPLETED"
+    assert recorded_steps(command.run) == list(range(LONG))
+
+
+def test_a_run_survives_that_its_worker_is_killed(kept_home: KeptHome) -> None:
+    """The worker is started again, and takes the next run."""
+    flow_run = kept_home.submit("train/adhoc", preset="tiny-cpu", run_key="orphan",
+                                overrides={**LASTING, "total_steps": 300})
+    run = kept_home.run("orphan")
+    wait_until(lambda: run.record(5).exists(), 120, "step 5")
+    refused = kept_home.call("services", "down")
+    assert refused.process.returncode == 2 and "1 flow runs of the worker go on" in refused.err
+    worker = pid_of(kept_home, "worker")
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: kept_home.report()["up"] and pid_of(kept_home, "worker") != worker, 60, "another worker")
+    assert kept_home.wait_for_state(flow_run, "COMPLETED")["run_count"] == 1
+    assert recorded_steps(run) == list(range(300)) and newest_attempt(run) == 1
+
+
+def test_a_run_whose_process_is_killed_with_its_worker_is_crashed_in_time_and_can_be_finished(
+        kept_home: KeptHome) -> None:
+    flow_run = kept_home.submit("train/adhoc", preset="tiny-cpu", run_key="killed",
+                                overrides={**LASTING, "total_steps": 40000, "checkpoint.every": 4})
+    run = kept_home.run("killed")
+    wait_until(lambda: run.record(5).exists(), 120, "step 5")
+    worker, [flow] = pid_of(kept_home, "worker"), list(kept.flow_runs(kept_home.path))
+    for pid in (worker, flow):
+        os.kill(pid, signal.SIGKILL)
+    begun = time.monotonic()
+    crashed = kept_home.wait_for_state(flow_run, "CRASHED", deadline_s=CRASHED_S)
+    print(f"Crashed {time.monotonic() - begun:.0f} s after the kill: {crashed['state']['message']}")
+    assert "heartbeat" in crashed["state"]["message"]
+    before = written(run)
+    again = kept_home.submit("rerun/from-step", run_key="killed", from_step=4, overrides={"total_steps": 8})
+    kept_home.wait_for_state(again, "COMPLETED")
+    assert recorded_steps(kept_home.run("killed~1")) == list(range(8))
+    forked = read_identity(kept_home.run("killed~1")).forked_from
+    assert forked is not None and (forked.run_key, forked.step) == ("killed", 4)
+    assert written(run) == before, "the run itself is as it was"
+
+
+def test_a_killed_supervisor_is_found_by_the_doctor_and_its_services_are_taken_over(kept_home: KeptHome) -> None:
+    before = kept_home.report()
+    os.kill(before["supervisor"], signal.SIGKILL)
+    wait_until(lambda: not keeper.processes().get(before["supervisor"]), 10, "the supervisor is gone")
+    doctor = kept_home.call("services", "doctor", "--json")
+    assert doctor.process.returncode == 1 and any("supervisor is gone" in text for text in doctor.json["findings"])
+    after = kept_home.up()
+    assert after["supervisor"] != before["supervisor"]
+    pids = [{name: one["pid"] for name, one in report["services"].items()} for report in (before, after)]
+    assert pids[0] == pids[1]
+    os.kill(pids[1]["mlflow"], signal.SIGKILL)
+    wait_until(lambda: kept_home.report()["up"] and pid_of(kept_home, "mlflow") != pids[1]["mlflow"], 60,
+               "MLflow is up again")
+
+
+def test_down_by_force_stops_flow_runs_in_order_and_leaves_no_process(kept_home: KeptHome) -> None:
+    flow_run = kept_home.submit("train/adhoc", preset="tiny-cpu", run_key="stopped",
+                                overrides={**LASTING, "total_steps": 40000})
+    run = kept_home.run("stopped")
+    wait_until(lambda: run.record(5).exists(), 120, "step 5")
+    kept_home.down()
+    result = json.loads(run.result.read_text())
+    assert (result["status"], result["signal"]) == ("cancelled", "SIGTERM")
+    assert wait_until_gone(kept_home, 15) == {}
+    with closing(sqlite3.connect(databases.file(kept_home.path, "prefect"))) as database:
+        assert database.execute("select state_type from flow_run where id = ?", (flow_run,)).fetchall() == [
+            ("CANCELLED",)]

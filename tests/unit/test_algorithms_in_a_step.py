@@ -1,0 +1,315 @@
+"""Estimators, losses and corrections in a real training step: what is true of all of them, whatever the claim is cut
+into."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rl_core.config import Config
+from rl_core.learner import batch as stages
+from rl_core.learner.advantages.resampling import resampled, resampling_weights
+from rl_core.learner.plan import StepPlan, StepResult
+from rl_core.learner.policy import Policy, load_policy
+from rl_core.learner.ranks import Ranks
+from rl_core.learner.state import make_optimizer
+from rl_core.learner.step import training_step
+from rl_core.learner.step_metrics import update_metrics
+from rl_core.seeds import derive
+from rl_core.types import TrajectoryGroup
+from tests.golden import advantages, losses
+from tests.golden import corrections as golden
+from tests.learning import all_by, random_groups, rows_of, sampled_by, write_model
+
+CPU = torch.device("cpu")
+ALONE = Ranks(rank=0, ranks=1, rendezvous="", device=CPU, deadline_s=1, barrier_s=1)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Policy:
+    """As loaded; every step trains a copy."""
+    return load_policy(directory, logits_chunk=64, dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def stock(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def groups(stock: Any) -> list[TrajectoryGroup]:
+    """Four groups of four, sampled by weights that differ from the model's by noise, an update ago."""
+    return [sampled_by(stock, all_by(0, group), noise=0.2, seed=i)
+            for i, group in enumerate(random_groups(0, rewards=[1.0, 0.0, 0.5, 0.0]))]
+
+
+class SumOfThreads:
+    """Ranks as threads of this process: the same calls, summed over a barrier. Gradients stay each rank's own."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, seen: list[Any]) -> None:
+        self.rank, self.ranks, self.device, self.loss_scale = rank, 2, CPU, 1.0
+        self._barrier, self._seen = barrier, seen
+
+    def _all(self, values: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        self._seen[self.rank] = values.double()
+        self._barrier.wait(20)
+        found = how(self._seen[0], self._seen[1])
+        self._barrier.wait(20)
+        return found
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        return self._all(values, torch.add)
+
+    def max_tensor(self, values: Tensor) -> Tensor:
+        return self._all(values, torch.maximum)
+
+    def sum(self, values: list[float]) -> list[float]:
+        return self.sum_tensor(torch.tensor(values)).tolist()
+
+    def max(self, values: list[float]) -> list[float]:
+        return self.max_tensor(torch.tensor(values)).tolist()
+
+
+def step(model: Policy, groups: list[TrajectoryGroup], learner: dict[str, Any], *, budget: int = 10_000,
+         ranks: Any = ALONE, mine: list[bool] | None = None,
+         change: Callable[[Any], None] | None = None) -> tuple[StepResult, list[Tensor]]:
+    """One training step; the gradients of its last update. Learning rate 1e-3, no clip of the gradient."""
+    base = {"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": 1e9, "token_budget": budget}
+    config = Config.model_validate({"groups_per_step": 4, "group_size": 4, "sampling": {"max_new_tokens": 12},
+                                    "learner": base | learner})
+    batch = stages.assemble(rows_of(groups, mine))
+    if config.learner.advantage.name == "gdpo":
+        batch["parts", "right"] = batch["trajectory", "reward"] + torch.arange(16) % 3
+    stages.mark_tokens(batch, step=1, publish_every=1, updates_per_step=1)
+    stages.mask_truncated(batch, config.learner.loss.truncated)
+    if change is not None:
+        change(batch)
+    stages.number_tokens(batch, ranks.sum_tensor)
+    stages.add_advantages(batch, config.learner.advantage)
+    policy = copy.deepcopy(model)
+    plan = StepPlan(step=1, idx=1, learning_rate=1e-3, groups=4, minibatch_groups=config.minibatch_groups,
+                    max_new_tokens=12, learner=config.learner, skipped_in_a_row=0, max_skipped=0, seed=5)
+    result = training_step(policy, make_optimizer(policy, config.learner), ranks, batch, plan)
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    return result, gradients
+
+
+def metrics(result: StepResult) -> dict[str, float]:
+    return update_metrics(result, 1e-3, 1.0)
+
+
+def never_nan(result: StepResult) -> bool:
+    found = metrics(result)
+    often = tuple(f"train/{name}" for name in ("mismatch_current", "mismatch_swapped", "loglinear", "rejected",
+                                               "ratio_drift"))
+    return all(math.isfinite(value) for name, value in found.items() if not name.startswith(often))
+
+
+@pytest.mark.parametrize("name", losses.REFERENCES)
+def test_every_loss_trains(model, groups, name):
+    loss = {"name": name, **losses.REFERENCES[name][1][0]}
+    result, gradients = step(model, groups, {"loss": loss, "passes": 2, "minibatch_groups": 2})
+    assert (result.updates, result.skipped) == (4, 0) and never_nan(result)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert max(result.gradient_norms) > 1e-3
+
+
+@pytest.mark.parametrize("name", advantages.REFERENCES)
+def test_every_estimator_trains(model, groups, name):
+    result, gradients = step(model, groups, {"advantage": {"name": name}})
+    assert (result.updates, result.skipped) == (1, 0) and never_nan(result)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients) and result.gradient_norms[0] > 1e-3
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "gspo": {"loss": {"name": "gspo"}, "passes": 2},
+    "gmpo": {"loss": {"name": "gmpo"}},
+    "clip_cov drawn by lot": {"loss": {"name": "clip_cov", "cov_low": 0.0, "share": 0.1}, "passes": 2},
+    "kl_cov": {"loss": {"name": "kl_cov", "share": 0.1}, "passes": 2},
+    "m2po": {"loss": {"name": "m2po", "tau": 0.01}, "minibatch_groups": 2},
+    "m2po in bypass": {"loss": {"name": "m2po", "tau": 0.01}, "correction": {"mode": "bypass"}},
+    "uncertain tokens": {"loss": {"top_entropy_quantile": 0.3, "behavior_penalty": 0.1}, "minibatch_groups": 2},
+    "normalised sequence weights, rejected tokens excluded": {
+        "correction": {"weights": "sequence_truncate", "normalize": True, "rejected": "exclude",
+                       "rejection": [{"rule": "token_k1", "high": 1.2}, {"rule": "seq_mean_k3", "high": 0.1}]},
+        "loss": {"aggregation": "seq_mean_token_mean"}},
+    "resampled answers": {"resampling": "pow", "resampling_power": 1.0, "loss": {"aggregation": "seq_mean_token_mean"},
+                          "minibatch_groups": 2},
+    "rewards to go": {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}},
+    "token baselines under weights": {"advantage": {"name": "optimal_token_baseline"},
+                                      "correction": {"weights": "token_truncate"}},
+}
+
+
+@pytest.mark.parametrize("learner", WHOLE.values(), ids=WHOLE)
+def test_nothing_depends_on_micro_batches_or_ranks(model, groups, learner):
+    whole, _ = step(model, groups, learner)
+    cut, _ = step(model, groups, learner, budget=40)
+    barrier, seen = threading.Barrier(2), [None, None]
+    parts: list[Any] = [None, None]
+
+    def as_rank(rank: int) -> None:  # the gradients of the first update only: each rank goes on with its own
+        one = {**learner, "passes": 1, "minibatch_groups": None}
+        parts[rank] = step(model, groups, one, ranks=SumOfThreads(rank, barrier, seen),
+                           mine=[i % 3 == 0 if rank else i % 3 != 0 for i in range(16)])
+
+    threads = [threading.Thread(target=as_rank, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    single, single_gradients = step(model, groups, {**learner, "passes": 1, "minibatch_groups": None})
+    assert cut.losses == pytest.approx(whole.losses, rel=1e-4, abs=1e-6)
+    assert cut.gradient_norms == pytest.approx(whole.gradient_norms, rel=1e-4)
+    for (result, _) in parts:
+        assert result.losses == pytest.approx(single.losses, rel=1e-4, abs=1e-6)
+        for name in ("zero_advantage", "rejected_tokens", "clip_low", "clip_high", "weight_square"):
+            assert result.totals[name] == pytest.approx(single.totals[name], rel=1e-5), name
+    for one, two, both in zip(parts[0][1], parts[1][1], single_gradients, strict=True):
+        np.testing.assert_allclose(one + two, both, rtol=1e-3, atol=2e-5)
+
+
+def test_rejected_tokens_are_counted_and_leave_the_denominators_only_where_that_is_asked_for(model, groups):
+    rule = {"rule": "token_k1", "high": 1.1}
+    counted, _ = step(model, groups, {"correction": {"rejection": [rule]}})
+    excluded, _ = step(model, groups, {"correction": {"rejection": [rule], "rejected": "exclude"}})
+    share = metrics(counted)["train/rejected_tokens"]
+    assert 0.2 < share < 0.8 and share == metrics(excluded)["train/rejected_tokens"]
+    assert counted.losses[0] == pytest.approx(excluded.losses[0] * (1 - share), rel=1e-5)
+
+
+def test_where_everything_is_rejected_the_loss_is_zero_and_the_update_changes_nothing(model, groups):
+    for rejected in ("count", "exclude"):
+        result, gradients = step(model, groups, {"correction": {
+            "rejection": [{"rule": "seq_sum_k2", "high": 1e-12}], "rejected": rejected}})
+        assert result.losses == (0.0,) and not any(gradient.any() for gradient in gradients)
+        assert (metrics(result)["train/rejected_tokens"], metrics(result)["train/rejected_answers"]) == (1.0, 1.0)
+
+
+def test_the_correction_metrics_are_those_of_plain_numbers(model, stock, groups):
+    result, _ = step(model, groups, {"correction": {"weights": "token_icepop", "icepop_low": 0.9, "icepop_high": 1.1}})
+    found = metrics(result)
+    behavior = np.concatenate([t.behavior_logprobs_L for group in groups for t in group.trajectories])
+    lengths = [len(t.behavior_logprobs_L) for group in groups for t in group.trajectories]
+    exact = np.concatenate([t.behavior_logprobs_L for group in groups for t in sampled_by(stock, group).trajectories])
+    d = exact.astype(np.float64) - behavior
+    w, sequence = np.exp(d), np.repeat(np.arange(16), lengths)
+    chi2 = np.mean(np.exp(2 * np.bincount(sequence, weights=d))) - 1
+    expected = {"weight_mean": w.mean(), "weight_min": w.min(), "weight_max": w.max(), "weight_std": w.std(),
+                "weight_under": (w < 0.9).mean(), "weight_truncated": (w > 1.1).mean(),
+                "effective_samples": 1 / np.mean((w / w.mean()) ** 2), "chi2_token": (w**2).mean() - 1,
+                "chi2_answer": chi2, "behavior_kl": -d.mean(),
+                "behavior_k3": np.mean([golden.statistic(x, "k3") for x in d]),
+                "learner_perplexity": math.exp(-exact.mean()), "behavior_perplexity": math.exp(-behavior.mean()),
+                "perplexity_gap": behavior.mean() - exact.mean()}
+    for name, value in expected.items():
+        assert found[f"train/{name}"] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+    assert found["train/zero_advantage"] == 0.0 and math.isnan(found["train/rejected_tokens"])
+
+
+def test_in_bypass_mode_the_ratio_is_policy_over_behavior_and_no_proximal_pass_is_made(model, groups):
+    result, _ = step(model, groups, {"correction": {"mode": "bypass"}, "passes": 2})
+    assert result.proximal_s == 0.0 and not result.recomputed
+    assert math.isnan(metrics(result)["train/ratio_drift"]) and metrics(result)["train/ratio_max"] > 1.3
+    decoupled, _ = step(model, groups, {"passes": 2})
+    assert decoupled.recomputed and metrics(decoupled)["train/ratio_drift"] <= 1e-6
+
+
+@pytest.mark.parametrize("learner", [{}, {"loss": {"name": "gpg"}, "correction": {"weights": "geometric_truncate"}},
+                                     {"loss": {"name": "gspo"}, "correction": {"mode": "bypass"}}])
+def test_log_probs_of_minus_infinity_are_counted_and_have_no_loss(model, groups, learner):
+    def break_some(batch: Any) -> None:
+        tokens = batch["loss_mask"].nonzero()[:, 0]
+        batch["behavior_logprobs"][tokens[:3]] = -math.inf
+
+    result, gradients = step(model, groups, learner, change=break_some)
+    assert metrics(result)["train/impossible_tokens"] == 3.0 and never_nan(result)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients) and result.skipped == 0
+
+
+def test_a_claim_whose_tokens_are_all_masked_makes_no_update(model, groups):
+    def mask_all(batch: Any) -> None:
+        batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+
+    for learner in ({}, {"advantage": {"name": "optimal_token_baseline"}}, {"correction": {"normalize": True,
+                    "weights": "token_truncate"}}, {"advantage": {"name": "reinforce_plus_plus"}}):
+        result, _ = step(model, groups, learner, change=mask_all)
+        assert (result.updates, result.losses) == (0, ())
+
+
+def test_groups_without_spread_have_zero_advantage_and_that_is_counted(model, groups):
+    def level(batch: Any) -> None:
+        batch["trajectory", "reward"] = torch.where(batch["trajectory", "group"] < 2, 1.0,
+                                                    batch["trajectory", "reward"])
+
+    result, _ = step(model, groups, {}, change=level)
+    lengths = [sum(len(t.token_ids_L) for t in group.trajectories) for group in groups]
+    assert metrics(result)["train/zero_advantage"] == pytest.approx(sum(lengths[:2]) / sum(lengths))
+    everywhere, gradients = step(model, groups, {}, change=lambda batch: batch["trajectory", "reward"].zero_())
+    assert metrics(everywhere)["train/zero_advantage"] == 1.0 and everywhere.losses == (0.0,)
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_the_overlong_penalty_changes_rewards_before_groups_are_compared():
+    batch = stages.assemble(rows_of(random_groups(0, 1, rewards=[1, 1, 1, 1], lengths=[2, 10, 11, 12])))
+    stages.penalize_overlong(batch, longest=12, buffer=2, factor=0.5)
+    assert batch["trajectory", "reward"].tolist() == [1.0, 1.0, 0.75, 0.5]
+
+
+def test_an_answer_that_is_drawn_twice_counts_twice_also_in_the_denominators(model, stock, groups):
+    """Of groups with one right answer each only those four are drawn by |S|."""
+    def only_the_first(batch: Any) -> None:
+        batch["trajectory", "reward"] = (torch.arange(16) % 4 == 0).float()
+
+    drawn, _ = step(model, groups, {"resampling": "pow", "loss": {"name": "gpg", "aggregation": "token_mean"}},
+                    change=only_the_first)
+    copies = resampled(resampling_weights((np.arange(16) % 4 == 0) * 1.0, "pow"), derive(5, 1, 0, 0, "lots"))
+    assert copies.sum() == 16 and set(np.flatnonzero(copies)) <= {0, 4, 8, 12}
+    answers = [t for group in groups for t in group.trajectories]
+    policy = [t.behavior_logprobs_L for group in groups for t in sampled_by(stock, group).trajectories]
+    total = sum(n * -1.5 * policy[i].sum() for i, n in enumerate(copies))
+    assert drawn.losses[0] == pytest.approx(total / sum(n * len(answers[i].token_ids_L) for i, n in enumerate(copies)),
+                                            rel=1e-4)
+
+
+PASSES = {  # what a step of two updates lets the model read beside them: the proximal pass, and one before an update
+    "none in bypass": ({"correction": {"mode": "bypass"}}, 0), "proximal": ({}, 2),
+    "proximal, and the minibatch before the second update": ({"loss": {"name": "kl_cov"}}, 3),
+    "proximal only, by which m2po chooses": ({"loss": {"name": "m2po"}}, 2),
+    "none for a choice in each micro-batch": ({"loss": {"name": "kl_cov", "scope": "micro_batch"}}, 2),
+    "before each update in bypass": ({"correction": {"mode": "bypass", "rejected": "exclude",
+                                                     "rejection": [{"rule": "token_k2", "high": 9}]}}, 2)}
+
+
+@pytest.mark.parametrize(("learner", "passes"), PASSES.values(), ids=PASSES)
+def test_a_pass_without_gradient_is_made_only_where_it_is_needed(model, groups, learner, passes, monkeypatch):
+    made, forward = [], Policy.forward
+
+    def counted(self, *args, **options):
+        made.append(torch.is_grad_enabled())
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(Policy, "forward", counted)
+    step(model, groups, {**learner, "minibatch_groups": 2})
+    assert (made.count(True), made.count(False)) == (2, passes)
+
+
+def test_lots_depend_on_the_seed_of_the_run_alone(model, groups):
+    learner = {"loss": {"name": "clip_cov", "cov_low": -9, "cov_high": 9, "share": 0.2}}
+    one, two = (step(model, groups, learner)[0].losses for _ in range(2))
+    assert one == two

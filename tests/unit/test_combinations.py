@@ -1,0 +1,145 @@
+"""What makes no sense together is refused by field; what is chosen takes its own defaults along and nothing foreign."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flows.presets import load_preset
+from rl_core.advantage_settings import AdvantageConfig
+from rl_core.config import Config
+from rl_core.errors import ConfigError
+from rl_core.learner.advantages.estimate import estimator_module
+from rl_core.learner.losses.tokens import loss_module
+from rl_core.loss_settings import LossConfig
+from rl_core.plan import check, parse_overrides, resolve
+from rl_core.revisions import trained_by
+from rl_core.variants import variants
+
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text()
+
+
+def settled(*sets: str, base: Config | None = None) -> Config:
+    preset = load_preset("tiny-cpu") if base is None else base.model_dump(mode="json")
+    config = resolve(preset, parse_overrides(sets))
+    check(config)
+    return config
+
+
+LOSS, CORRECTION = "learner.loss.name", "learner.correction"
+REFUSED = {
+    "a critic": (["learner.advantage.name=gae"], "learner.advantage.name: needs a critic"),
+    "a greedy answer": (["learner.advantage.name=remax"], "learner.advantage.name: needs the reward of a greedy"),
+    "a reference policy": (["learner.kl.use=loss"], "learner.kl.use: needs a reference policy"),
+    "k1 in the loss": (["learner.kl={use: loss, estimator: k1}"], "learner.kl.estimator: k1 has no expected gradient"),
+    "k3+ in the reward": (["learner.kl={use: reward, estimator: k3+}"], "learner.kl.estimator: a reward has no grad"),
+    "an unbiased reward": (["learner.kl={use: reward, unbiased: true}"], "learner.kl.unbiased: weights the KL of the"),
+    "a controller of the loss": (["learner.kl={use: loss, target: 0.1}"], "learner.kl.target: the controller is for"),
+    "sequence ratio, token mean": ([f"{LOSS}=gspo", "learner.loss.aggregation=token_mean"],
+                                   "learner.loss.aggregation: gspo has one ratio for a whole answer"),
+    "gmpo by tokens": ([f"{LOSS}=gmpo", "learner.loss.aggregation=token_sum"], "learner.loss.aggregation: gmpo is one"),
+    "log-linear without decoupled": (["learner.loss.proximal=loglinear"], "learner.loss.proximal: belongs to"),
+    "three policies in bypass": ([f"{LOSS}=decoupled_ppo", f"{CORRECTION}.mode=bypass"],
+                                 "learner.correction.mode: decoupled_ppo is the loss of three policies"),
+    "weights on a ratio pi/mu": ([f"{CORRECTION}={{mode: bypass, weights: token_truncate}}"],
+                                 "learner.correction.weights: with mode=bypass the ratio of ppo_clip is pi/mu already"),
+    "weights beside its own": ([f"{LOSS}=topr", f"{CORRECTION}.weights=token_truncate"],
+                               "learner.correction.weights: topr has its own token weights pi/mu"),
+    "weights beside decoupled_ppo's": ([f"{LOSS}=decoupled_ppo", f"{CORRECTION}.weights=sequence_icepop"],
+                                       "learner.correction.weights: decoupled_ppo has its own token weights prox/mu"),
+    "no weights to normalise": ([f"{CORRECTION}.normalize=true"], "learner.correction.normalize: there are no weights"),
+    "nothing rejected": ([f"{CORRECTION}.rejected=exclude"], "learner.correction.rejected: nothing is rejected"),
+    "an empty band": ([f"{CORRECTION}.rejection=[{{rule: token_k1, high: 0.9}}]"], "learner.correction.rejection: not"),
+    "a lower bound of k3": ([f"{CORRECTION}.rejection=[{{rule: seq_max_k3, high: 1, low: 0.5}}]"],
+                            "learner.correction.rejection: seq_max_k3 is never negative"),
+    "an empty pop": ([f"{CORRECTION}={{weights: token_icepop, icepop_low: 5}}"], "learner.correction.icepop_low: not"),
+    "an empty clip": ([f"{LOSS}=cispo", "learner.loss.ratio_low=2"], "learner.loss.ratio_low: not below"),
+    "a token baseline without prox": (["learner.advantage.name=optimal_token_baseline", f"{CORRECTION}.mode=bypass"],
+                                      "learner.advantage.name: needs the proximal policy's distribution"),
+    "a penalty without a buffer": (["learner.loss.truncated=penalty"], "learner.loss.overlong_buffer: belongs to"),
+    "a buffer without a penalty": (["learner.loss.overlong_buffer=4"], "learner.loss.overlong_buffer: belongs to"),
+    "a buffer of all": (["learner.loss={truncated: penalty, overlong_buffer: 4}", "sampling.max_new_tokens=4"],
+                        "learner.loss.overlong_buffer: every answer would be penalised"),
+    "a group of one": (["group_size=1", "learner.advantage.name=opo"], "group_size: a group of one has advantage 0"),
+    "the second best of one": (["group_size=1", "learner.advantage={name: grpo_passk, group_of_one: raw}"],
+                               "group_size: grpo_passk is how far"),
+    "a required setting": ([f"{LOSS}=dro"], r"learner.loss.beta: Field required"),
+    "another loss's setting": ([f"{LOSS}=gspo", "learner.loss.tau=0.1"],
+                               "learner.loss.tau: belongs to another `learner.loss.name`"),
+    "no such loss": ([f"{LOSS}=grpo"], "learner.loss.name: there are 'ppo_clip'"),
+}
+
+
+@pytest.mark.parametrize(("sets", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_makes_no_sense_together_is_refused_by_field(sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.", 2)):
+        settled(*sets)
+
+
+ALLOWED = {
+    "weights of log-prob losses in bypass": [f"{LOSS}=gpg", f"{CORRECTION}={{mode: bypass, weights: token_truncate}}"],
+    "weights of any loss on pi/prox": [f"{LOSS}=gspo", f"{CORRECTION}.weights=sequence_truncate"],
+    "rejection in bypass": [f"{CORRECTION}={{mode: bypass, rejection: [{{rule: seq_mean_k1, high: 1.01}}]}}"],
+    "a group of one without a group mean": ["group_size=1", "learner.advantage.name=reinforce_plus_plus"],
+    "a penalty": ["learner.loss={truncated: penalty, overlong_buffer: 4}"],
+}
+
+
+@pytest.mark.parametrize("sets", ALLOWED.values(), ids=ALLOWED)
+def test_what_makes_sense_is_taken(sets: list[str]) -> None:
+    settled(*sets)
+
+
+def test_another_loss_over_a_whole_config_takes_its_own_defaults() -> None:
+    before = settled("learner.loss.clip_high=0.28", "learner.loss.truncated=mask", "learner.loss.entropy_coef=0.01")
+    gspo = settled(f"{LOSS}=gspo", base=before).learner.loss
+    assert gspo.model_dump(exclude_defaults=True, exclude={"name"}) == {"truncated": "mask", "entropy_coef": 0.01}
+    assert (gspo.aggregation, gspo.clip_high) == ("seq_mean_token_mean", 4e-4)
+    cov = settled(f"{LOSS}=clip_cov", base=before).learner.loss
+    assert (cov.clip_high, cov.clip_low, cov.truncated) == (0.28, 0.2, "mask"), "it is ppo_clip with its clips"
+    decoupled = settled(f"{LOSS}=decoupled_ppo", base=before).learner.loss
+    assert decoupled.model_dump() == before.learner.loss.model_dump() | {"name": "decoupled_ppo"}
+    assert settled(f"{LOSS}=ppo_clip", base=settled(f"{LOSS}=gspo")).learner.loss == settled().learner.loss
+
+
+def test_a_setting_beside_the_name_is_of_the_new_variant() -> None:
+    config = settled(f"{LOSS}=cispo", "learner.loss.ratio_high=5", "learner.advantage={name: lite_ppo, eps: 0.1}",
+                     base=settled("learner.advantage.eps=0.3"))
+    assert (config.learner.loss.ratio_high, config.learner.advantage.eps) == (5.0, 0.1)
+
+
+STORED = {  # what runs of before these settings have in their run.json
+    "advantage": {"name": "rloo", "normalize_by_std": True, "eps": 1e-6, "group_of_one": "zero"},
+    "loss": {"name": "decoupled_ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "proximal": "loglinear",
+             "aggregation": "token_mean", "entropy_coef": 0.0, "truncated": "mask"},
+    "correction": {"weights": "none", "cap": 2.0}}
+
+
+def test_settings_of_stored_runs_are_still_read() -> None:
+    learner = Config.model_validate({"learner": STORED}).learner
+    for part, values in STORED.items():
+        found = getattr(learner, part).model_dump()
+        assert {key: found[key] for key in values} == values
+    check(Config.model_validate({"learner": STORED}))
+
+
+def test_a_step_of_another_revision_is_trained_by_its_own_variant() -> None:
+    stored, now = settled(f"{LOSS}=gspo", "learner.loss.clip_low=0.1"), settled("learner.threads=2")
+    found = trained_by(stored, now).learner
+    assert (found.loss, found.advantage, found.threads) == (stored.learner.loss, stored.learner.advantage, 2)
+    assert trained_by(now, stored).learner.loss == now.learner.loss
+
+
+@pytest.mark.parametrize("name", variants(LossConfig))
+def test_every_loss_has_its_file_and_its_line_in_the_document(name: str) -> None:
+    assert callable(loss_module(name).token_loss)
+    assert hasattr(loss_module(name), "select") == ("scope" in variants(LossConfig)[name].model_fields)
+    assert re.search(rf"^\| `{name}` \|", DOCUMENT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", variants(AdvantageConfig))
+def test_every_estimator_has_its_file_and_its_line_in_the_document(name: str) -> None:
+    assert estimator_module(name).__doc__
+    assert re.search(rf"^\| `{name}` \|", DOCUMENT, re.MULTILINE)

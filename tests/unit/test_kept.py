@@ -1,0 +1,251 @@
+"""Kept services without servers: what is noted, which database is chosen, when one is started again or given up."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from flows.presets import nested
+from flows.serving import diagnosis_lines, environment_lines, page_lines
+from rl_core.config import Config
+from rl_core.errors import BrokenFile, ConfigError
+from tasks import databases, keeper, kept, servers, services
+from tasks.destination import destination
+from tasks.keeping import environment, status
+from tasks.kept import Kept, Service, Settings
+from tasks.servers import Process
+from tasks.service_doctor import examine
+from tasks.supervisor import BACKOFF_S, HANGS_S, RESTARTS, START_S, Supervisor, Watched
+
+GONE = Process(2**22 - 1, 1)
+
+
+# -- what is noted
+
+def test_what_is_noted_is_read_again(tmp_path: Path) -> None:
+    noted = Kept(supervisor=GONE, since_us=5, services={
+        "prefect": Service(name="prefect", state="ready", process=GONE, address="http://127.0.0.1:1", restarts=2),
+        "worker": Service(name="worker", why="ended by itself")})
+    kept.write(tmp_path, noted)
+    assert kept.read(tmp_path) == noted
+    assert not noted.watched and not noted.ready and not noted.services["prefect"].alive
+    assert kept.address(tmp_path, "prefect") is None, "its process is gone"
+    kept.write_settings(tmp_path, Settings(prefect_port=1, mlflow_port=2))
+    assert kept.read_settings(tmp_path) == Settings(prefect_port=1, mlflow_port=2)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 99}'], ids=["cut", "without a format", "newer"])
+def test_a_note_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    kept.directory(tmp_path).mkdir()
+    (kept.directory(tmp_path) / "kept.json").write_text(text)
+    with pytest.raises(BrokenFile, match=r"kept\.json"):
+        kept.read(tmp_path)
+    assert kept.address(tmp_path, "prefect") is None and kept.prefect_api(tmp_path) is None
+    assert any("kept.json" in text for text in examine(tmp_path, {})["findings"])
+
+
+def test_of_another_boot_nothing_is_there(tmp_path: Path) -> None:
+    kept.write(tmp_path, Kept(supervisor=GONE, since_us=5))
+    path = kept.directory(tmp_path) / "kept.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "another"}))
+    assert kept.read(tmp_path) is None and not status(tmp_path)["up"]
+
+
+def test_without_services_there_is_no_environment(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="headway services up"):
+        environment(tmp_path)
+
+
+def test_exports_are_for_any_shell() -> None:
+    assert environment_lines({"A": "it's", "B": "x"}, ["C"]) == ["unset C", """export A='it'"'"'s'""", "export B=x"]
+
+
+def test_reports_in_words() -> None:
+    pages = page_lines({"services": {"mlflow": {"address": "http://m"}, "prefect": {"address": "http://p"}},
+                        "secret": "/s"})
+    assert pages[:2] == ["MLflow   http://m", "Prefect  http://p"]
+    assert diagnosis_lines({"findings": [], "notes": ["n"]}) == ["note:  n", "nothing is wrong"]
+    assert diagnosis_lines({"findings": ["f"], "notes": []}) == ["wrong: f"]
+
+
+# -- who uses them
+
+API, KEPT = "http://p/api", "http://kept/api"
+
+
+@pytest.mark.parametrize(("isolated", "environ", "want"), {
+    "isolated": (True, {"PREFECT_API_URL": API}, (KEPT, kept.WHY)),
+    "an address goes before it": (False, {"PREFECT_API_URL": API}, (API, "PREFECT_API_URL")),
+    "its own address": (False, {"PREFECT_API_URL": KEPT}, (KEPT, kept.WHY)),
+    "it goes before a profile": (False, {}, (KEPT, kept.WHY)),
+    "a flow of the worker": (True, {"PREFECT_API_URL": API, "PREFECT__FLOW_RUN_ID": "1"},
+                             (API, "the server that started this flow run")),
+}.values(), ids=lambda value: None)
+def test_a_kept_server_is_headways_own(tmp_path: Path, isolated: bool, environ: dict[str, str],
+                                       want: tuple[str, str]) -> None:
+    (tmp_path / "profiles.toml").write_text('active = "w"\n[profiles.w]\nPREFECT_API_URL = "http://profile/api"\n')
+    environ = {"PREFECT_PROFILES_PATH": str(tmp_path / "profiles.toml")} | environ
+    assert services.ambient(isolated=isolated, environ=environ, kept_api=KEPT)["prefect"] == want
+
+
+def test_a_start_stays_with_the_kept_server_while_it_is_restarted() -> None:
+    environ = {"PREFECT_API_URL": KEPT, services.PRIVATE: "ray"}
+    assert services.ambient(isolated=True, environ=environ, kept_api=None) == {"prefect": (KEPT, kept.WHY)}
+
+
+def test_runs_are_tracked_in_the_database_of_the_kept_server(tmp_path: Path) -> None:
+    """Whether it is up or not: they find their MLflow run again."""
+    sqlite = f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    me = Process(1, keeper.start_time(1) or 0)
+    kept.write(tmp_path, Kept(supervisor=me, since_us=0, services={
+        "mlflow": Service(name="mlflow", state="ready", process=me, address="http://127.0.0.1:5000")}))
+    for uri in ("http://127.0.0.1:5000", "http://127.0.0.1:5000/"):
+        assert destination(Config(), tmp_path, {"MLFLOW_TRACKING_URI": uri}).uri == sqlite
+    assert destination(Config(), tmp_path, {"MLFLOW_TRACKING_URI": "http://other"}).uri == "http://other"
+    databases.choose(tmp_path, "mlflow", "postgresql://me:pw@host/db")
+    assert destination(Config(isolated=True), tmp_path, {}).uri == "postgresql://me:pw@host/db"
+    assert "pw" not in str(destination(Config(), tmp_path, {}))
+
+
+# -- databases
+
+def test_a_database_is_chosen_as_a_secret(tmp_path: Path) -> None:
+    assert databases.prefect_url(tmp_path) == f"sqlite+aiosqlite:///{tmp_path}/prefect/prefect.db"
+    databases.choose(tmp_path, "prefect", databases.checked("prefect", "env:X", {"X": "postgres://u:p@h:1/d"}))
+    assert databases.prefect_url(tmp_path) == "postgresql+asyncpg://u:p@h:1/d"
+    assert servers.prefect_env(tmp_path, 1, "a:b")["PREFECT_API_DATABASE_CONNECTION_URL"].endswith("u:p@h:1/d")
+    assert stat.S_IMODE((tmp_path / "secrets" / "prefect-database").stat().st_mode) == 0o600
+    databases.choose(tmp_path, "prefect", databases.checked("prefect", "sqlite"))
+    assert databases.is_sqlite(tmp_path, "prefect")
+
+
+@pytest.mark.parametrize(("given", "why"), {
+    "another kind": ("mysql://u@h/d", "write postgresql://"),
+    "without a database": ("postgresql://u@h", "write postgresql://"),
+    "a path": ("/tmp/x.db", "write postgresql://"),
+    "a variable that is not there": ("env:NO", "no such variable"),
+}.values(), ids=lambda value: None)
+def test_what_is_no_database_is_refused(given: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        databases.checked("prefect", given, {})
+
+
+def test_a_refusal_tells_no_password() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        databases.checked("prefect", "mysql://u:secret@h/d", {})
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", databases.NAMES)
+def test_schemas_are_compared_with_the_installed_package(tmp_path: Path, name: str) -> None:
+    known, newest = databases.known_revisions(name)
+    place, older = databases.file(tmp_path, name), next(one for one in sorted(known) if one != newest)
+    assert (databases.state(tmp_path, name), databases.copy_before_migration(tmp_path, name)) == ("absent", None)
+    for revision, want in {newest: "current", older: "older", "fffffffffff": "newer"}.items():
+        place.parent.mkdir(exist_ok=True)
+        place.unlink(missing_ok=True)
+        with closing(sqlite3.connect(place)) as database:
+            database.execute("create table alembic_version (version_num text)")
+            database.execute("insert into alembic_version values (?)", (revision,))
+            database.commit()
+        assert databases.state(tmp_path, name) == want
+        copy = databases.copy_before_migration(tmp_path, name)
+        assert (copy is not None) == (want == "older")
+        assert copy is None or databases.revision(copy) == older
+
+
+# -- when a service is started again
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watcher(tmp_path: Path, clock: Clock) -> Iterator[Supervisor]:
+    """A supervisor of one real process, `mlflow`, that does nothing, and answers as `answering` says."""
+    kept.directory(tmp_path).mkdir()
+    made = Supervisor(tmp_path, Settings(prefect_port=servers.free_port(), mlflow_port=servers.free_port()), clock)
+    yield made
+    made.end()
+
+
+def watch(watcher: Supervisor, home: Path, seconds: str, answering: list[bool]) -> Watched:
+    """One that ends by itself after so many seconds."""
+    one = Watched("mlflow", lambda: servers.spawn(["sleep", seconds], {}, cwd=home, log=kept.log(home, "mlflow")),
+                  lambda: answering[0])
+    watcher.watched = [one]
+    return one
+
+
+def look(watcher: Supervisor, clock: Clock, state: str, tries: int = 400) -> Service:
+    """Look, a second of its time after the other, until the service is in this state."""
+    import time
+
+    for _ in range(tries):
+        watcher.look()
+        if (service := watcher.kept.services["mlflow"]).state == state:
+            return service
+        clock.now += 1.0
+        time.sleep(0.005)
+    raise AssertionError(watcher.kept.services["mlflow"])
+
+
+def test_a_service_that_never_answers_is_tried_twice(tmp_path: Path, watcher: Supervisor, clock: Clock) -> None:
+    watch(watcher, tmp_path, "100", [False])
+    first = look(watcher, clock, "starting").process
+    lost = look(watcher, clock, "given up")
+    assert lost.why is not None and lost.why.startswith(f"did not answer in {START_S:.0f} s")
+    assert first is not None and not keeper.is_alive(*first) and lost.process is None
+    assert START_S * 2 <= clock.now <= START_S * 2 + 20
+
+
+def test_a_service_that_hangs_is_started_again(tmp_path: Path, watcher: Supervisor, clock: Clock) -> None:
+    answering = [True]
+    watch(watcher, tmp_path, "100", answering)
+    first, since = look(watcher, clock, "ready"), clock.now
+    answering[0] = False
+    down = look(watcher, clock, "down")
+    assert HANGS_S <= clock.now - since <= HANGS_S + 10
+    assert down.restarts == 1 and first.process is not None and not keeper.is_alive(*first.process)
+    answering[0] = True
+    assert look(watcher, clock, "ready").process != first.process
+
+
+def test_a_service_that_ends_again_and_again_is_given_up(tmp_path: Path, watcher: Supervisor, clock: Clock) -> None:
+    one = watch(watcher, tmp_path, "100", [True])
+    gaps = list[float]()
+    for _ in range(RESTARTS + 1):
+        service = look(watcher, clock, "ready")
+        assert service.process is not None
+        keeper.end_sessions([service.process], 0.0)
+        watcher.look()
+        gaps.append(one.not_before - clock.now)
+    assert gaps[:RESTARTS] == list(BACKOFF_S)
+    lost = watcher.kept.services["mlflow"]
+    assert (lost.state, lost.restarts) == ("given up", RESTARTS)
+    assert lost.why is not None and lost.why.startswith(f"ended {RESTARTS + 1} times in 600 s: ended by itself")
+    noted = kept.read(tmp_path)
+    assert noted is not None and noted.services["mlflow"] == lost
+
+
+# -- parameters
+
+def test_overrides_of_a_flow_are_written_as_with_set_or_as_a_tree() -> None:
+    assert nested({"seed": 3, "learner.lr": 1e-5, "learner": {"threads": 1}, "data.size": 8}) == {
+        "seed": 3, "learner": {"lr": 1e-5, "threads": 1}, "data": {"size": 8}}
