@@ -463,8 +463,13 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run
 
 
+ALIKE = ("learner.kl.", "learner.correction.icepop", "learner.correction.mode", "learner.correction.normalize",
+         "learner.correction.rejected", "learner.loss.overlong", "learner.loss.delta", "learner.resampling_power")
+"""Those that act as their neighbours do, or on nothing yet."""
 LEARNED = {
-    **{name: sets for name, (sets, reason) in AMENDED.items() if name.startswith("learner.") and reason is None},
+    **{name: sets for name, (sets, reason) in AMENDED.items() if name.startswith("learner.") and reason is None
+       and name in flatten(wanted()) and not name.startswith(ALIKE)},
+    "learner.loss.tau": ["learner.loss.name=m2po", "learner.loss.tau=0.001"],
     "total_steps": ["total_steps=400"], "staleness.policy": ["staleness.policy=mask"],
     "learner.advantage.eps": ["learner.advantage.eps=0.5"], "learner.passes": ["learner.passes=3"],
     "learner.minibatch_groups": ["learner.minibatch_groups=1"], "learner.warmup_steps": ["learner.warmup_steps=9"],
