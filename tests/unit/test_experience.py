@@ -400,22 +400,7 @@ def test_many_groups_without_a_usable_one_end_the_run(run: RunDir) -> None:
         experience.poll(0, 0.0)
 
 
-# -- speed
-
-
-def test_a_full_batch_that_waits_is_claimed_in_a_few_milliseconds(run: RunDir) -> None:
-    config = Config.model_validate({"groups_per_step": 16, "group_size": 8, "staleness": {"bound": 20}})
-    w = writer(run)
-    for i in range(20):
-        w.land([make_group(16 * i + j, n=8) for j in range(16)])
-    experience = start(run, config)
-    experience.discover(full=True)
-    took: list[float] = []
-    for step in range(20):
-        began = time.perf_counter()
-        experience.claim(step, 5)
-        took.append(time.perf_counter() - began)
-    assert sorted(took)[10] < 0.030, took
+# -- many of them (how fast: tests/benchmarks/store_claims.py)
 
 
 def many_rows(n: int) -> Rows:
@@ -428,19 +413,14 @@ def many_rows(n: int) -> Rows:
                 spread=np.ones(n, np.float32), shard=zeros, row=i.astype(np.int32))
 
 
-def test_512_of_a_million_waiting_groups_are_selected_in_20_ms() -> None:
+def test_of_many_waiting_groups_the_oldest_are_selected() -> None:
     index = Index(StalenessRule(policy="keep", limit=10, hard_max=10, min_responses=4))
-    index.shards, index.waiting = [Shard(stream="w", seq=0, digest="d")], many_rows(1_000_000)
-    took: list[float] = []
-    for _ in range(5):
-        began = time.perf_counter()
-        selection = index.select(9, 512, {})
-        took.append(time.perf_counter() - began)
+    index.shards, index.waiting = [Shard(stream="w", seq=0, digest="d")], many_rows(200_000)
+    selection = index.select(9, 512, {})
     assert selection is not None
     w = index.waiting
     want = sorted(np.lexsort((w.lease_no, w.idx_min))[:512].tolist())
     assert [group.position for group in selection.groups] == want
-    assert min(took) < 0.020, took
 
 
 def test_group_keys_are_unique_and_refuse_what_does_not_fit() -> None:
@@ -449,15 +429,12 @@ def test_group_keys_are_unique_and_refuse_what_does_not_fit() -> None:
         group_keys(np.array([0]), np.array([0]), np.array([2048]))
 
 
-def test_a_thousand_claims_are_read_in_half_a_second(run: RunDir) -> None:
-    for step in range(1000):
+def test_many_claims_are_read_at_a_start(run: RunDir) -> None:
+    for step in range(200):
         groups = tuple(ClaimedGroup(dataset_epoch=0, position=64 * step + i, try_no=0, prompt_idx=64 * step + i,
                                     stream="w", seq=step, row=i) for i in range(64))
         put_claim(run, replace(empty_claim(step), groups=groups, shard_digests={f"w/{step}": "d"},
                                group_ids_digest=group_ids_digest(g.group_id for g in groups)), fsync=False)
-    began = time.perf_counter()
     experience = start(run)
-    took = time.perf_counter() - began
-    assert experience.next_step == 1000 and len(experience.index.claimed) == 64_000
+    assert experience.next_step == 200 and len(experience.index.claimed) == 200 * 64
     assert segments_of(groups)[0].hi == 64
-    assert took < 0.5, took

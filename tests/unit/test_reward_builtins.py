@@ -74,11 +74,12 @@ def test_gsm8k_compares_numbers_with_a_number_or_a_whole_solution() -> None:
         make_scorer(Config(reward="gsm8k"))(prompt("many"), "72")
 
 
-def test_gsm8k_is_quick_on_long_texts() -> None:
+def test_gsm8k_takes_no_quadratic_time_on_long_texts() -> None:
+    """Which would be minutes."""
     start = time.monotonic()
     for text in ("1" * 20_000, "1," * 10_000, "-$" * 10_000, "#" * 20_000, "1.1." * 5_000):
         final_number(text)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 15.0
 
 
 # -- regex
