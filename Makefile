@@ -32,7 +32,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
-	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
+	@echo 'make test         install, then the tests (about nine minutes on two cores)'
 	@echo 'make sglang       the environment of an SGLang server without a GPU, about 3 GB, and two minutes'
 	@echo 'make test-sglang  what is promised of real SGLang servers, against them (at most eight minutes)'
 	@echo 'make test-services  kept servers, deployments, and what happens when they are killed (at most 15 minutes)'
