@@ -165,7 +165,8 @@ class SglangServer:
                 "--tp-size", str(config.tensor_parallel), *context, "--max-running-requests", str(config.max_running),
                 "--stream-interval", str(config.stream_interval), "--incremental-streaming-output",
                 # Its own warm-up is a text, which a tokenizer without an unknown token refuses: then the server ends.
-                "--skip-server-warmup", "--sampling-defaults", "openai", "--log-level-http", "warning",
+                "--skip-server-warmup", "--sleep-on-idle",  # else its scheduler keeps a core busy while it waits
+                "--sampling-defaults", "openai", "--log-level-http", "warning",
                 *config.server_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:
