@@ -5,6 +5,7 @@ Tokens of the server are a function of their place, so an answer says by itself 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,10 +233,17 @@ def test_requests_of_a_server_that_dies_go_on_elsewhere_and_it_comes_back_with_t
     assert all(answer.version_runs.version_R.tolist() == [1] for answer in answers)
     while servers[0].version != "1":
         time.sleep(0.01)
-        assert time.monotonic() - begun < DEADLINE_S
+        assert time.monotonic() - begun < 3 + 2
     assert servers[0].url != before
     assert (count(engine, "restarts"), count(engine, "thrown_tokens")) == (1, 0)
-    assert all(is_whole(engine.submit(request(i)).result(DEADLINE_S)) for i in range(20, 28))
+    asked = len(servers[0].asked)
+    for i in itertools.count(1):  # it has the weights a moment before it has room; every round has prompts of its own
+        some = [engine.submit(request(8 * i + j, prompt=PROMPT + i)) for j in range(4)]
+        assert all(is_whole(future.result(DEADLINE_S), prompt=PROMPT + i) for future in some)
+        if len(servers[0].asked) > asked:
+            break
+        assert time.monotonic() - begun < DEADLINE_S
+        time.sleep(0.05)
 
 
 def test_a_death_is_seen_in_three_seconds_even_while_nothing_runs(servers: list[FaultyServer],

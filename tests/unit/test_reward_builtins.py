@@ -76,10 +76,10 @@ def test_gsm8k_compares_numbers_with_a_number_or_a_whole_solution() -> None:
 
 def test_gsm8k_takes_no_quadratic_time_on_long_texts() -> None:
     """Which would be minutes."""
-    start = time.monotonic()
+    start = time.process_time()
     for text in ("1" * 20_000, "1," * 10_000, "-$" * 10_000, "#" * 20_000, "1.1." * 5_000):
         final_number(text)
-    assert time.monotonic() - start < 15.0
+    assert time.process_time() - start < 1.0
 
 
 # -- regex
