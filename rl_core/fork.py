@@ -21,6 +21,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,7 @@ from rl_core.run_dir import (
     RunDir,
     boot_id,
     fsync_dir,
+    link_file,
     newest_attempt,
     numbered,
     owner_is_alive,
@@ -244,27 +246,27 @@ class _Builder:
     def _link_inputs(self) -> None:
         parent, fork = self._parent, self._fork
         if parent.inputs.exists():
-            link(parent.inputs, fork.inputs)
+            link_file(parent.inputs, fork.inputs)
         link_tree(parent.model, fork.model)
         link_tree(parent.origin.root, fork.origin.root)  # of a run on another one's shards
 
     def _link_steps(self) -> None:
         parent, fork, step = self._parent, self._fork, self._step
         for k in range(step):
-            link(parent.claim(k), fork.claim(k))
+            link_file(parent.claim(k), fork.claim(k))
             for mine, theirs in ((parent.void(k), fork.void(k)), (parent.record(k), fork.record(k)),
                                  (parent.observation(k), fork.observation(k))):
                 _link_if_there(mine, theirs)
         for k, path in numbered(parent.ledger(), r"drops-(\d{9})-\d{6}\.json"):
             if k < step:
-                link(path, fork.ledger() / path.name)
+                link_file(path, fork.ledger() / path.name)
         for k, path in numbered(parent.validations, r"step-(\d{9})\.json"):
             if k <= step:
                 _link_if_there(parent.validation_table(k), fork.validation_table(k))
-                link(path, fork.validation(k))
+                link_file(path, fork.validation(k))
         for v, version in read_versions(parent).items():
             if version.step <= step:
-                link(parent.version(v), fork.version(v))
+                link_file(parent.version(v), fork.version(v))
                 if not parent.weights_root.is_symlink():  # in shared memory: the fork makes what it needs itself
                     link_tree(parent.weights(v), fork.weights(v))
 
@@ -323,7 +325,7 @@ class _Builder:
                 elif name not in drops and name not in ended and (name in ended_later or name in groups.tokens):
                     drops[name] = ended_later.get(name) or groups.fence(name)
         for name in sorted(kept):
-            link(self._parent.outcome(name), fork.outcome(name))
+            link_file(self._parent.outcome(name), fork.outcome(name))
         if drops:
             put_drops(fork, self._step, [drops[name] for name in sorted(drops)], attempt=newest_attempt(fork))
         self._note_retired(ended | kept | drops.keys())
@@ -386,19 +388,10 @@ def place_of(outcome: Outcome) -> Place:
     return outcome.dataset_epoch, outcome.position
 
 
-def link(source: Path, target: Path) -> None:
-    """Hard-link an immutable file; parent directories are created."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    os.link(source, target)
-
-
 def _link_if_there(source: Path, target: Path) -> None:
     if source.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, target)
-        except FileNotFoundError:  # retired meanwhile
-            return
+        with suppress(FileNotFoundError):  # retired meanwhile
+            link_file(source, target)
 
 
 def link_tree(source: Path, target: Path) -> None:

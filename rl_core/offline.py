@@ -12,7 +12,6 @@ again, which may go on, retire its shards, or be gone. Importable without torch.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -39,14 +38,12 @@ from rl_core.experience.outcomes import outcome_ids
 from rl_core.experience.verify import map_shard, shard_key, verify_shard
 from rl_core.plan import flatten
 from rl_core.revisions import config_of, current_revision, listed
-from rl_core.run_dir import RunDir, fsync_dir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, fsync_dir, link_file, numbered, put_if_absent, read_json, to_json
 from rl_core.run_identity import read_identity
 from rl_core.types import Drop, group_id, parse_group_id
 
 Place = tuple[int, int]
 """(dataset epoch, position)."""
-NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
-"""Why a file is copied instead: another file system, or one without hard links."""
 OF_THE_SHARDS = ("group_size", "sampling.", "data.train", "data.prompt_key", "data.answer_key", "data.max_samples",
                  "data.max_prompt_tokens", "data.overlong", "data.size")
 """Settings, or beginnings of their names, that the shards were made by."""
@@ -224,11 +221,11 @@ def _take_settings(parent: RunDir, origin: RunDir) -> None:
     """What the shards were made with; of a parent that trains on another run's shards, what that one kept of it."""
     made_with = parent.origin if parent.taken.exists() else parent
     for source, target in ((parent.run_json, origin.run_json), (made_with.inputs, origin.inputs)):
-        take_file(source, target)
+        link_file(source, target, or_copy=True)
     for r in range(1, current_revision(parent) + 1):
-        take_file(parent.settings(r), origin.settings(r))
+        link_file(parent.settings(r), origin.settings(r), or_copy=True)
     for v, path in numbered(made_with.versions, r"v-(\d{8})\.json"):
-        take_file(path, origin.version(v))
+        link_file(path, origin.version(v), or_copy=True)
 
 
 def _take_streams(parent: RunDir, target: RunDir, rows: _Rows) -> list[tuple[str, int]]:
@@ -250,7 +247,7 @@ def _take_shard(parent: RunDir, target: RunDir, stream: str, seq: int, rows: _Ro
     if parent.quarantined(stream, seq).exists():
         return False
     try:
-        take_file(parent.shard(stream, seq), path)
+        link_file(parent.shard(stream, seq), path, or_copy=True)
         info = verify_shard(path)
     except FileNotFoundError:  # retired
         return False
@@ -275,7 +272,7 @@ def _end_earlier_tries(parent: RunDir, run: RunDir, rows: _Rows) -> tuple[Drop, 
         return ()
     ended, reasons = set(outcome_ids(parent)), _drops(parent)
     for name in ended.intersection(earlier):
-        take_file(parent.outcome(name), run.outcome(name))
+        link_file(parent.outcome(name), run.outcome(name), or_copy=True)
     return tuple(reasons.get(name) or Drop(group_id=name, reason="stale", n_tokens=rows.tokens[name])
                  for name in sorted(earlier, key=parse_group_id)
                  if name not in ended and (name in rows.tokens or name in reasons))
@@ -286,14 +283,3 @@ def _drops(run: RunDir) -> dict[str, Drop]:
     for path in drop_files(run):
         found |= {drop.group_id: drop for drop in read_drops(path)}
     return found
-
-
-def take_file(source: Path, target: Path) -> None:
-    """Hard-link an immutable file, or copy it where that cannot be; parent directories are created."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in NO_LINK:
-            raise
-        put_if_absent(target, source.read_bytes())

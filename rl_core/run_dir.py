@@ -75,6 +75,19 @@ def put_if_absent(path: Path, data: bytes, *, fsync: bool = True) -> bool:
     return True
 
 
+def link_file(source: Path, target: Path, *, or_copy: bool = False) -> None:
+    """Give an immutable file a second name; parent directories are created. `or_copy`: where that cannot be (another
+    file system, or one without hard links) its bytes are copied. Raises OSError, FileExistsError for a name that is
+    taken."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if not or_copy or error.errno not in NO_LINKS:
+            raise
+        put_if_absent(target, source.read_bytes())
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Last writer wins. Only for views that can be made again (status, service addresses), never for records."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,12 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 from rl_core.rollout.sglang.client import SglangClient
 from rl_core.rollout.sglang.sending import GROUP_S, Address
-from rl_core.rollout.sglang.wire import ReplicaFailed, as_object
+from rl_core.rollout.sglang.wire import ReplicaFailed, ServerRefused, as_object
 from rl_core.types import WeightVersion
 
 LINE_BYTES = 64 * 2**20
@@ -58,15 +59,22 @@ class Channel:
                     self._client.update_from_group(self.group, part, version.v if last else None,
                                                    flush_cache=flush_cache and last, deadline_s=deadline_s))
             await self._client.end_update(deadline_s)
-        except Exception as error:
+        except (ReplicaFailed, ServerRefused) as error:
             raise ReplicaFailed(f"{self._client.url}: weights of version {version.v} arrived in part: "
                                 f"{error}") from error
 
     async def ask(self, question: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-        """One answer of the sender. Raises ReplicaFailed for what it could not do, and when it is gone."""
+        """One answer of the sender. Raises as `hear`."""
         try:
             self._writer.write(json.dumps(question).encode() + b"\n")
             await self._writer.drain()
+        except OSError as error:
+            raise ReplicaFailed(f"the sender of weights: {type(error).__name__}: {error}") from error
+        return await self.hear(deadline_s)
+
+    async def hear(self, deadline_s: float) -> dict[str, Any]:
+        """What the sender says next. Raises ReplicaFailed for what it could not do, and when it is gone or silent."""
+        try:
             line = await asyncio.wait_for(self._reader.readline(), deadline_s)
         except (OSError, TimeoutError, ValueError) as error:
             raise ReplicaFailed(f"the sender of weights: {type(error).__name__}: {error}") from error
@@ -90,19 +98,19 @@ async def open_channel(client: SglangClient, address: Address, *, backend: str, 
     except OSError as error:
         raise NobodySends(f"no sender of weights listens at {address.host}:{address.port}: {error}") from error
     channel = Channel(client, address, f"headway-{secrets.token_hex(8)}", reader, writer)
-    try:
+    with ExitStack() as undo:
+        undo.callback(channel.close)
         hello = {"backend": backend, "world": 1 + ranks, "group": channel.group}
         try:
             told = await channel.ask({"secret": address.secret, "hello": hello}, GROUP_S)
         except ReplicaFailed as error:  # another program listens there by now
             raise NobodySends(f"{address.host}:{address.port}: {error}") from error
-        joined = asyncio.create_task(client.join_group(address.host, int(told["port"]), world=1 + ranks,
-                                                       group=channel.group, backend=backend, deadline_s=GROUP_S))
-        line = await asyncio.wait_for(reader.readline(), GROUP_S)
-        await joined
-        if json.loads(line or b"{}").get("joined") is not True:
-            raise ReplicaFailed(f"the sender of weights did not join: {line[:300]!r}")
-    except BaseException:
-        channel.close()
-        raise
+        joining = asyncio.create_task(client.join_group(address.host, int(told["port"]), world=1 + ranks,
+                                                        group=channel.group, backend=backend, deadline_s=GROUP_S))
+        undo.callback(joining.cancel)
+        joined = await channel.hear(GROUP_S)
+        await joining
+        if joined.get("joined") is not True:
+            raise ReplicaFailed(f"the sender of weights did not join: {joined}")
+        undo.pop_all()
     return channel

@@ -1,9 +1,9 @@
 """The engine over SGLang servers: token ids out, token ids and log-probs back, over HTTP.
 
-One thread with one asyncio loop holds all state; what other threads call hands over to it. A request waits in a queue
-until a server has room (router.py), streams its tokens, and goes on elsewhere with its tokens so far when its server
-dies or ends it. Servers are watched and started again by supervision.py, and take new weights one after the other
-(swapping.py).
+One thread with one asyncio loop holds all state; what other threads call hands over to it. A request waits until a
+server has room (queueing.py, router.py), streams its tokens, and goes on elsewhere with its tokens so far when its
+server dies or ends it. Servers are watched and started again by supervision.py, and take new weights one after the
+other (swapping.py).
 
     consumes: submitted requests, offered versions, what servers say
     waits for: any of them
@@ -17,9 +17,9 @@ import itertools
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from rl_core.rollout.sglang.answering import Answering
 from rl_core.rollout.sglang.client import open_session
 from rl_core.rollout.sglang.collective import Channel, NobodySends, open_channel
 from rl_core.rollout.sglang.fingerprints import computable
-from rl_core.rollout.sglang.router import Router
+from rl_core.rollout.sglang.queueing import Queue
 from rl_core.rollout.sglang.sending import Address
 from rl_core.rollout.sglang.supervision import Process, Replica, Supervisor
 from rl_core.rollout.sglang.swapping import Published, swap
@@ -93,21 +93,19 @@ class SglangEngine:
         self._current: Published | None = None
         self._versions: dict[int, WeightVersion] = {}
         self._agreed: dict[str, str] = {}
-        self._router = Router()
-        self._waiting: deque[tuple[Answering, asyncio.Future[Replica | None]]] = deque()
         self._replicas = [Replica(f"server-{i}", process) for i, process in enumerate(processes)] or \
             [Replica(f"server-{i}", None, url=url) for i, url in enumerate(config.urls)]
+        self._queue = Queue(self._replicas, self._index_of)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="sglang-engine", daemon=True)
         self._thread.start()
         self._weights_lock, self._changed = asyncio.Lock(), asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._run(self._open()).result()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     # -- called from any thread
 
@@ -286,14 +284,13 @@ class SglangEngine:
 
     def _joined(self, replica: Replica) -> None:
         assert replica.info is not None
-        self._router.add(replica.place, self._config.max_outstanding_tokens or replica.info.capacity,
-                         self._config.max_running)
-        self._dispatch()
+        self._queue.add(replica, limit=self._config.max_outstanding_tokens or replica.info.capacity,
+                        most=self._config.max_running)
         self._changed.set()
 
     def _lost(self, replica: Replica, error: ReplicaFailed) -> None:
         """Its streams break off by themselves, or are ended by their requests' own deadline."""
-        self._router.remove(replica.place)
+        self._queue.remove(replica)
         for work in list(self._live.values()):
             if work.place == replica.place and work.stream is not None:
                 work.stream.cancel()
@@ -323,7 +320,7 @@ class SglangEngine:
             self._changed.clear()
             await self._changed.wait()
         self._served = published.version
-        self._dispatch()
+        self._queue.dispatch()
 
     async def _give(self, replica: Replica, published: Published) -> None:
         """One server takes these weights; the caller holds the lock."""
@@ -354,7 +351,7 @@ class SglangEngine:
                 replica.counts.reread_tokens += len(work.request.token_ids_P) + work.made
             elif work.renewed and work.rid:  # the server may have read it only now
                 self._task(self._abort_once(replica, work.rid))
-        self._dispatch()
+        self._queue.dispatch()
 
     async def _begin_again(self, replica: Replica, works: Sequence[Answering]) -> None:
         """End the tries without a token before the weights change: their contexts may be read only then, and in part
@@ -389,7 +386,7 @@ class SglangEngine:
     async def _serve(self, work: Answering) -> None:
         """One request from its submission to its answer."""
         while not work.closed:
-            replica = await self._placed(work)
+            replica = await self._queue.placed(work)
             if replica is None:
                 self._resolve(work, work.completion("cancelled") if work.made else empty_completion(work.request))
                 return
@@ -402,8 +399,7 @@ class SglangEngine:
                 self._failed(work, replica, error)
             finally:
                 work.place = ""
-                self._router.give_back(place, work.weight)
-                self._dispatch()
+                self._queue.give_back(place, work)
             if work.closed:
                 return
             replica.counts.thrown_tokens += work.back_off()
@@ -526,7 +522,7 @@ class SglangEngine:
     def _cancel(self, work: Answering) -> None:
         if not work.closed and not work.cancelled:
             work.cancelled = True
-            self._dispatch()
+            self._queue.dispatch()
             self._task(self._abort(work))
 
     async def _abort_once(self, replica: Replica, rid: str) -> None:
@@ -539,58 +535,10 @@ class SglangEngine:
         """Tell the server until the request has ended: one that it has not read yet is unknown to it."""
         until = self._loop.time() + self._config.request_s
         while not work.closed and self._loop.time() < until:
-            replica = self._at(work.place)
+            replica = self._queue.at(work.place)
             if replica is not None and work.rid:
                 await self._abort_once(replica, work.rid)
             await asyncio.sleep(CANCEL_AGAIN_S)
         if not work.closed:
             work.broke_off()
             self._resolve(work, work.completion("cancelled"))
-
-    # -- the queue
-
-    async def _placed(self, work: Answering) -> Replica | None:
-        """The server that takes it, booked; None once it is cancelled. A continued answer goes before new ones."""
-        slot: asyncio.Future[Replica | None] = self._loop.create_future()
-        if work.made:
-            self._waiting.appendleft((work, slot))
-        else:
-            self._waiting.append((work, slot))
-        self._dispatch()
-        return await slot
-
-    def _dispatch(self) -> None:
-        """Give waiting requests to servers with room, oldest first."""
-        still: list[tuple[Answering, asyncio.Future[Replica | None]]] = []
-        while self._waiting:
-            work, slot = self._waiting.popleft()
-            if slot.done() or work.closed:
-                continue
-            if work.cancelled:
-                slot.set_result(None)
-                continue
-            name = self._router.choose(work.session, work.weight, self._unfit(work))
-            replica = None if name is None else self._at(name)
-            if name is None or replica is None:
-                still.append((work, slot))
-                if self._router.full:
-                    break
-                continue
-            self._router.take(name, work.session, work.weight)
-            work.place = name
-            slot.set_result(replica)
-        self._waiting.extendleft(reversed(still))
-
-    def _unfit(self, work: Answering) -> list[str]:
-        """Servers whose weights are older than the last token of this answer, or that change theirs now."""
-        newest = None if work.newest is None else self._index_of(work.newest)
-        unfit: list[str] = []
-        for replica in self._replicas:
-            index = NO_VERSION if replica.version is None else replica.version.idx
-            older = newest is not None and index < newest
-            if older or replica.swapping:
-                unfit.append(replica.place)
-        return unfit
-
-    def _at(self, place: str) -> Replica | None:
-        return next((replica for replica in self._replicas if place and replica.place == place and replica.up), None)

@@ -225,7 +225,7 @@ def broadcast(group: Any, tensors: list[Tensor]) -> None:
 def leave_group(group: Any) -> None:
     """None, and a group whose other members are gone, are no error."""
     if group is not None:
-        with _GROUPS, suppress(Exception):
+        with _GROUPS, suppress(RuntimeError, ValueError):
             dist.destroy_process_group(group)
 
 
