@@ -5,11 +5,9 @@ Nothing that was chosen is ever replaced. Importable without torch.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 from rl_core.config import Config, LearnerConfig
 from rl_core.correction_settings import KlConfig, RejectionRule
-from rl_core.errors import ConfigError
+from rl_core.errors import refuse
 from rl_core.loss_settings import CispoLoss, ClipCovLoss, TisLoss
 
 OWN_WEIGHTS = {"decoupled_ppo": "prox/mu", "tis_reinforce": "pi/mu", "topr": "pi/mu"}
@@ -19,11 +17,6 @@ TAKES_WEIGHTS_IN_BYPASS = ("gpg", "dro")
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 NEEDS = {"gae": "a critic", "remax": "the reward of a greedy answer to every prompt"}
 """Estimators that need a role which is not there yet."""
-
-
-def refuse(field: str, value: Any, why: str) -> NoReturn:
-    """Raises ConfigError in the one form that all refusals of settings have."""
-    raise ConfigError(f"{field}: {why} (got {value!r})")
 
 
 def check_combination(learner: LearnerConfig) -> None:

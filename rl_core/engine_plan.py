@@ -6,10 +6,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_core.config import Config, SglangEngineConfig
-from rl_core.errors import ConfigError
+from rl_core.errors import refuse
 
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """In a server's environment: its log-probs are then not of the distribution that it samples from."""
@@ -24,20 +24,21 @@ def check_engine(config: Config, environ: Mapping[str, str] = os.environ) -> Non
         return
     for name, nothing in OF_A_START.items() if engine.urls else ():
         if getattr(engine, name) != nothing:
-            _refuse(name, getattr(engine, name), "the servers of rollout.engine.urls are there already, and Headway "
-                    "starts none; leave one of the two out")
+            refuse(f"rollout.engine.{name}", getattr(engine, name), "the servers of rollout.engine.urls are there "
+                   "already, and Headway starts none; leave one of the two out")
     if engine.urls and config.rollout.workers > 1:
-        raise ConfigError("rollout.workers: one worker speaks for all servers of rollout.engine.urls, since weights "
-                          f"reach them in one order; use 1 (got {config.rollout.workers})")
+        refuse("rollout.workers", config.rollout.workers, "one worker speaks for all servers of rollout.engine.urls, "
+               "since weights reach them in one order; use 1")
     if engine.device == "cpu" and engine.tensor_parallel > 1:
-        _refuse("tensor_parallel", engine.tensor_parallel, "a server on the CPU is whole; use 1, and more replicas")
+        refuse("rollout.engine.tensor_parallel", engine.tensor_parallel,
+               "a server on the CPU is whole; use 1, and more replicas")
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if engine.max_outstanding_tokens is not None and engine.max_outstanding_tokens < longest:
-        _refuse("max_outstanding_tokens", engine.max_outstanding_tokens, "one prompt with its answer has up to "
-                f"data.max_prompt_tokens + sampling.max_new_tokens = {longest} tokens; use at least that, or null")
+        refuse("rollout.engine.max_outstanding_tokens", engine.max_outstanding_tokens, "one prompt with its answer has "
+               f"up to data.max_prompt_tokens + sampling.max_new_tokens = {longest} tokens; use at least that, or null")
     if environ.get(ORIGINAL_LOGPROB, "").lower() in ("1", "true", "yes", "on"):
-        raise ConfigError(f"{ORIGINAL_LOGPROB}: servers would report log-probs of another distribution than they "
-                          f"sample from; unset it (got {environ[ORIGINAL_LOGPROB]!r})")
+        refuse(ORIGINAL_LOGPROB, environ[ORIGINAL_LOGPROB], "servers would report log-probs of another distribution "
+               "than they sample from; unset it")
 
 
 def missing_programs(config: Config) -> list[str]:
@@ -60,7 +61,3 @@ def copies_of_weights(config: Config) -> int:
     if config.offline:
         return 0
     return config.rollout.workers * (engine.started if isinstance(engine, SglangEngineConfig) else 1)
-
-
-def _refuse(name: str, value: Any, why: str) -> NoReturn:
-    raise ConfigError(f"rollout.engine.{name}: {why} (got {value!r})")

@@ -7,9 +7,16 @@ its children end a run with a cause. `assert` is kept for Headway's own invarian
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 
 class ConfigError(ValueError):
     """A setting that cannot work. The message names the field, the value got, and a remedy."""
+
+
+def refuse(field: str, value: Any, why: str) -> NoReturn:
+    """Raises ConfigError in the one form that refusals of settings have: `field: why; what to do (got value)`."""
+    raise ConfigError(f"{field}: {why} (got {value!r})")
 
 
 class DataError(ValueError):

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from rl_core.advantage_settings import AdvantageConfig, GroupCommon
 from rl_core.best import check_best
 from rl_core.combinations import check_combination, check_lengths
-from rl_core.combinations import refuse as _refuse
 from rl_core.config import (
     Config,
     EngineConfig,
@@ -29,7 +28,7 @@ from rl_core.config import (
     field_kinds,
 )
 from rl_core.engine_plan import check_engine, copies_of_weights
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, refuse
 from rl_core.foreign_keys import answer
 from rl_core.loss_settings import LossConfig
 from rl_core.reward_settings import check_scoring, with_task
@@ -115,7 +114,7 @@ def resolve(preset: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     leaves = flatten(config)
     for name, value in _leaves(settings).items():
         if isinstance(value, bool) and not isinstance(leaves[name], bool):  # pydantic takes `yes` for 1
-            _refuse(name, value, "a truth value is none of its values")
+            refuse(name, value, "a truth value is none of its values")
     return config
 
 
@@ -258,41 +257,41 @@ def check(config: Config) -> None:
     check_scoring(c)
     estimator = c.learner.advantage
     if c.group_size == 1 and isinstance(estimator, GroupCommon) and estimator.group_of_one == "zero":
-        _refuse("group_size", 1,
-                f"a group of one has advantage 0 under `{estimator.name}`: nothing "
-                "would be learned; use 2 or more, or learner.advantage.group_of_one=raw")
+        refuse("group_size", 1,
+               f"a group of one has advantage 0 under `{estimator.name}`: nothing "
+               "would be learned; use 2 or more, or learner.advantage.group_of_one=raw")
     if c.group_size == 1 and estimator.name == "grpo_passk":
-        _refuse("group_size", 1, "grpo_passk is how far the best answer is ahead of the second best; use 2 or more")
+        refuse("group_size", 1, "grpo_passk is how far the best answer is ahead of the second best; use 2 or more")
     if c.min_group > c.group_size:
-        _refuse("rollout.min_group", c.min_group, f"no group of {c.group_size} can reach it; use at most group_size")
+        refuse("rollout.min_group", c.min_group, f"no group of {c.group_size} can reach it; use at most group_size")
     if c.minibatch_groups > c.groups_per_step:
-        _refuse("learner.minibatch_groups", c.minibatch_groups, f"at most groups_per_step = {c.groups_per_step}")
+        refuse("learner.minibatch_groups", c.minibatch_groups, f"at most groups_per_step = {c.groups_per_step}")
     if c.staleness.effective_hard_max < c.staleness.limit:
-        _refuse("staleness.hard_max", c.staleness.hard_max,
-                f"below ceil(staleness.bound) = {c.staleness.limit}: groups that admission allows would be dropped, "
-                "and the run could starve; raise hard_max or lower the bound")
+        refuse("staleness.hard_max", c.staleness.hard_max,
+               f"below ceil(staleness.bound) = {c.staleness.limit}: groups that admission allows would be dropped, "
+               "and the run could starve; raise hard_max or lower the bound")
     if s.temperature == 0:
-        _refuse("sampling.temperature", 0, "greedy answers have no distribution to learn from; use > 0")
+        refuse("sampling.temperature", 0, "greedy answers have no distribution to learn from; use > 0")
     for field, value, off in (("top_p", s.top_p, 1.0), ("top_k", s.top_k, 0), ("min_p", s.min_p, 0.0)):
         if value != off:
-            _refuse(f"sampling.{field}", value, "training rollouts must sample the whole distribution, since the "
-                    f"learner's log-probs are of it; use {off}")
+            refuse(f"sampling.{field}", value, "training rollouts must sample the whole distribution, since the "
+                   f"learner's log-probs are of it; use {off}")
     check_combination(c.learner)
     check_lengths(c)
     if c.offline and loss.proximal == "loglinear":
-        _refuse("learner.loss.proximal", "loglinear", "is reckoned by the ages of tokens, and those of another run's "
-                "shards have none; use recompute")
+        refuse("learner.loss.proximal", "loglinear", "is reckoned by the ages of tokens, and those of another run's "
+               "shards have none; use recompute")
     if c.data.rescore and not c.offline:
-        _refuse("data.rescore", True, "is for a run on another run's shards; set data.shards_from, too")
+        refuse("data.rescore", True, "is for a run on another run's shards; set data.shards_from, too")
     smallest = c.groups_per_step % c.minibatch_groups or c.minibatch_groups
     if smallest * c.min_group < c.learner.ranks:
-        _refuse("learner.ranks", c.learner.ranks, f"a minibatch may hold only {smallest * c.min_group} answers; use "
-                "fewer ranks or larger minibatches")
+        refuse("learner.ranks", c.learner.ranks, f"a minibatch may hold only {smallest * c.min_group} answers; use "
+               "fewer ranks or larger minibatches")
     if c.learner.ranks > 1 and c.learner.device == "cuda" and c.learner.gpus < 1:
-        _refuse("learner.gpus", c.learner.gpus, f"{c.learner.ranks} ranks cannot share a GPU with each other; use 1")
+        refuse("learner.gpus", c.learner.gpus, f"{c.learner.ranks} ranks cannot share a GPU with each other; use 1")
     if c.learner.token_budget < s.max_new_tokens + 1:
-        _refuse("learner.token_budget", c.learner.token_budget,
-                f"one answer of sampling.max_new_tokens = {s.max_new_tokens} with its prompt does not fit")
+        refuse("learner.token_budget", c.learner.token_budget,
+               f"one answer of sampling.max_new_tokens = {s.max_new_tokens} with its prompt does not fit")
     check_engine(c)
     check_best(c)
     check_validation(c)
@@ -311,13 +310,13 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     disk = kept + group_bytes * min(total, groups_at_once(config)) + BYTES_PER_STEP * config.total_steps
     if config.storage.bytes_quota < disk:
         beside = f"bytes beside {kept} of model, checkpoints and versions"
-        _refuse("storage.bytes_quota", config.storage.bytes_quota,
-                f"{config.total_steps} training steps land about {disk - kept} {beside}, and no shard is retired "
-                f"before the end of the run (retention.replay=all): use at least {disk}, or fewer total_steps, or "
-                "retention.replay=window" if config.retention.replay == "all" else
-                f"about {disk - kept} {beside} lie there at one time (retention.replay=window, checkpoint.every="
-                f"{config.checkpoint.every}, checkpoint.keep={config.checkpoint.keep}): use at least {disk}, or fewer "
-                "or more frequent checkpoints")
+        refuse("storage.bytes_quota", config.storage.bytes_quota,
+               f"{config.total_steps} training steps land about {disk - kept} {beside}, and no shard is retired "
+               f"before the end of the run (retention.replay=all): use at least {disk}, or fewer total_steps, or "
+               "retention.replay=window" if config.retention.replay == "all" else
+               f"about {disk - kept} {beside} lie there at one time (retention.replay=window, checkpoint.every="
+               f"{config.checkpoint.every}, checkpoint.keep={config.checkpoint.keep}): use at least {disk}, or fewer "
+               "or more frequent checkpoints")
     if facts is not None:
         _check_inputs(config, facts)
         check_validation_inputs(config, rows=facts.validation_rows, longest=facts.longest_validation,
@@ -368,23 +367,23 @@ def gpus_by_role(config: Config) -> dict[str, float]:
 
 def _check_inputs(config: Config, facts: InputFacts) -> None:
     if facts.rows == 0:
-        _refuse("data.train", config.data.train, "holds no prompts")
+        refuse("data.train", config.data.train, "holds no prompts")
     if config.data.epochs is not None and facts.rows * config.data.epochs < config.groups_per_step:
-        _refuse("groups_per_step", config.groups_per_step,
-                f"data.train has {facts.rows} rows and data.epochs is {config.data.epochs}: not one training step "
-                "would be full; use fewer groups per step, more epochs, or data.epochs=null")
+        refuse("groups_per_step", config.groups_per_step,
+               f"data.train has {facts.rows} rows and data.epochs is {config.data.epochs}: not one training step "
+               "would be full; use fewer groups per step, more epochs, or data.epochs=null")
     for token in config.sampling.stop_token_ids:
         if facts.vocabulary is not None and not 0 <= token < facts.vocabulary:
-            _refuse("sampling.stop_token_ids", token,
-                    f"outside the model's vocabulary of {facts.vocabulary}; use ids of its tokenizer")
+            refuse("sampling.stop_token_ids", token,
+                   f"outside the model's vocabulary of {facts.vocabulary}; use ids of its tokenizer")
     longest = facts.longest_prompt + config.sampling.max_new_tokens
     if longest > facts.context:
-        _refuse("sampling.max_new_tokens", config.sampling.max_new_tokens,
-                f"the longest prompt has {facts.longest_prompt} tokens and the model takes {facts.context} in all; use "
-                f"at most {facts.context - facts.longest_prompt}")
+        refuse("sampling.max_new_tokens", config.sampling.max_new_tokens,
+               f"the longest prompt has {facts.longest_prompt} tokens and the model takes {facts.context} in all; use "
+               f"at most {facts.context - facts.longest_prompt}")
     if longest > config.learner.token_budget:
-        _refuse("learner.token_budget", config.learner.token_budget,
-                f"the longest prompt with its answer has {longest} tokens; use at least that")
+        refuse("learner.token_budget", config.learner.token_budget,
+               f"the longest prompt with its answer has {longest} tokens; use at least that")
 
 
 def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:

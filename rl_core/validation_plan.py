@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_core.config import Config, ValidationConfig
-from rl_core.errors import ConfigError
+from rl_core.errors import refuse
 
 BYTES_PER_ANSWER = 1024
 """Of a scored answer (token count, score, parts) until its validation is added up; its text only in the table."""
@@ -25,17 +25,17 @@ def check_validation(config: Config) -> None:
     """Refuse settings of a validation that cannot work together, whatever the inputs. Raises ConfigError."""
     v = config.validation
     if v.only and config.data.validation is None:
-        _refuse("validation.only", True, "there is nothing to validate on: set data.validation")
+        refuse("validation.only", True, "there is nothing to validate on: set data.validation")
     for name in () if v.sampled else of_sampled(v):
-        _refuse(f"validation.{name}", getattr(v, name), "belongs to sampled answers, and validation.sampled is false; "
-                "set it to true")
+        refuse(f"validation.{name}", getattr(v, name), "belongs to sampled answers, and validation.sampled is false; "
+               "set it to true")
     for k in v.k:
         if k > v.n:
-            _refuse("validation.k", list(v.k), f"pass@{k} needs {k} answers, and validation.n is {v.n}; use at most "
-                    "that, or raise n")
+            refuse("validation.k", list(v.k), f"pass@{k} needs {k} answers, and validation.n is {v.n}; use at most "
+                   "that, or raise n")
     if v.sampled and v.n > 1 and v.temperature is None and config.sampling.temperature == 0:
-        _refuse("validation.n", v.n, "all answers would be the greedy one, since sampling.temperature is 0; set "
-                "validation.temperature")
+        refuse("validation.n", v.n, "all answers would be the greedy one, since sampling.temperature is 0; set "
+               "validation.temperature")
 
 
 def check_validation_inputs(config: Config, *, rows: int, longest: int, context: int) -> None:
@@ -45,16 +45,12 @@ def check_validation_inputs(config: Config, *, rows: int, longest: int, context:
     answers = rows * v.answers
     if answers * BYTES_PER_ANSWER > LIMIT_BYTES:
         name, value = ("validation.n", v.n) if v.answers > 2 else ("data.validation_size", config.data.validation_size)
-        _refuse(name, value, f"{rows} held-out prompts with {v.answers} answers each are {answers} answers to hold in "
-                f"memory until they are added up, {answers * BYTES_PER_ANSWER / 2**30:.1f} GiB; the limit is "
-                f"{LIMIT_BYTES // 2**30} GiB: use fewer answers, or fewer prompts (data.validation_size)")
+        refuse(name, value, f"{rows} held-out prompts with {v.answers} answers each are {answers} answers to hold in "
+               f"memory until they are added up, {answers * BYTES_PER_ANSWER / 2**30:.1f} GiB; the limit is "
+               f"{LIMIT_BYTES // 2**30} GiB: use fewer answers, or fewer prompts (data.validation_size)")
     if rows and longest + config.validation_tokens > context:
         own = v.max_new_tokens is not None
         name = "validation.max_new_tokens" if own else "sampling.max_new_tokens"
         room = f"use at most {context - longest}" if context > longest else "shorten the prompt"
-        _refuse(name, config.validation_tokens, f"the longest held-out prompt has {longest} tokens and the model takes "
-                f"{context} in all; {room}" + ("" if own else ", or set validation.max_new_tokens"))
-
-
-def _refuse(field: str, value: Any, why: str) -> NoReturn:
-    raise ConfigError(f"{field}: {why} (got {value!r})")
+        refuse(name, config.validation_tokens, f"the longest held-out prompt has {longest} tokens and the model takes "
+               f"{context} in all; {room}" + ("" if own else ", or set validation.max_new_tokens"))
