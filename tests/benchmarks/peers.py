@@ -7,7 +7,7 @@
 *verl-padded, verl-jagged*: the mechanism of verl's fully asynchronous MessageQueue, written again from its description:
 one Ray async actor around a deque; the rollout side cloudpickles every group and puts it; the training side awaits one
 sample at a time, loads each, and concatenates. Padded: a TensorDict of int64 ids, masks and positions, padded to the
-longest prompt and response. Jagged: nothing padded. Neither carries a version per token, as ours does.
+longest prompt and response. Jagged: nothing padded. Neither says which version sampled which token, as our runs do.
 
 *transfer-queue*: TransferQueue 0.1.11 with its SimpleStorage, by its own key-value interface, 16 groups a put, fetched
 in one batch of all of them. One row per answer, as its users have it; beside it one row per group, whose answers lie
