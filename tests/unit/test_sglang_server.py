@@ -141,6 +141,20 @@ def test_a_dead_server_is_seen_and_started_again_elsewhere(tmp_path: Path, start
     assert len(scratch(os.getpid())) == 1
 
 
+def test_how_a_server_ended_stands_in_its_log_however_soon_it_is_swept_up(tmp_path: Path,
+                                                                         started: list[SglangServer]) -> None:
+    """A client sees a dead server's port refuse before its warden has looked."""
+    started.append(server := make(tmp_path))
+    for _ in range(3):
+        server.start()
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop(grace_s=0.0)
+        assert server.log_tail().endswith(f"the server (pid {server.pid}) ended: signal 9")
+    server.start()
+    server.stop(grace_s=0.0)
+    assert server.log_tail().endswith("ended: killed by its warden")
+
+
 FAILURES = {
     "out of memory": ("fail", {}, [r"^out of memory\? rollout.engine.server_args takes", "ended before it served",
                                    "Not enough memory", "exit code 1"]),

@@ -33,6 +33,8 @@ PORTS = 3
 """Tries with another port, where somebody else took the one that was free a moment before."""
 LOOK_S = 0.1
 STOP_S = warden.GRACE_S + 2.0
+KILL_S = 2.0
+"""For a warden to kill its server, and to say how it ended."""
 TAIL_BYTES = 1 << 16
 TAIL_CHARACTERS = 300
 """Of one line in an error."""
@@ -102,14 +104,18 @@ class SglangServer:
         return True
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """SIGTERM, then SIGKILL to whatever is left of its process group. Idempotent."""
+        """SIGTERM, then SIGKILL to whatever is left of its process group; without grace SIGKILL at once. Idempotent.
+
+        The warden does it, and its last line in the log says how the server ended: a server that is dead already has a
+        cause, which whoever reads the log looks for.
+        """
         process, scratch = self._warden, self._scratch
         self._warden = self._scratch = None
         if process is not None:
-            if process.poll() is None and grace_s:
-                process.terminate()
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM if grace_s else signal.SIGUSR1)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(grace_s)
+                    process.wait(grace_s or KILL_S)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # a dead warden may have left its group
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -200,7 +206,7 @@ class SglangServer:
     def _ended(self) -> str:
         if self._warden is not None:  # its last line says how
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._warden.wait(2.0)
+                self._warden.wait(KILL_S)
         told = f"server of SGLang (pid {self.pid}): ended before it served. Its log {self._log} ends with:\n" \
                f"{self.log_tail()}"
         if NO_MEMORY.search(self._said()):

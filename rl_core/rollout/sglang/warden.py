@@ -4,7 +4,7 @@ Run as a file (`python -I -S warden.py OWNER_PID REPORT_FD COMMAND...`): a few m
 it shares with the server. A process that dies with SIGKILL tells nobody, so the warden looks for its owner's end; a
 warden that is killed itself takes the server along (Linux: PR_SET_PDEATHSIG), and the server its own children.
 
-    consumes: SIGTERM, the end of the server, the end of the owner
+    consumes: SIGTERM (end it, with grace), SIGUSR1 (end it now), the end of the server, the end of the owner
     waits for: any of them
     unblocked by: the clock, LOOK_S at most
 """
@@ -31,8 +31,10 @@ class Warden:
     def __init__(self, owner: int, command: list[str]) -> None:
         self._owner = owner
         self._ends_at: float | None = None
+        self._killed = False
         libc = ctypes.CDLL(None)
         signal.signal(signal.SIGTERM, self._asked_to_end)
+        signal.signal(signal.SIGUSR1, self._asked_to_end)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who says what is to end
 
         def die_with_the_warden() -> None:
@@ -47,18 +49,21 @@ class Warden:
         return self._server.pid
 
     def watch(self) -> str:
-        """Until the server has ended. Returns how: `exit code 1`, `signal 9`."""
+        """Until the server has ended. Returns how: `exit code 1`, `signal 9`, `killed by its warden`."""
         while True:
             with suppress(subprocess.TimeoutExpired):
                 code = self._server.wait(LOOK_S)
+                if self._killed:
+                    return "killed by its warden"
                 return f"exit code {code}" if code >= 0 else f"signal {-code}"
             if os.getppid() != self._owner:
                 self._end(0.0)
-            if self._ends_at is not None and time.monotonic() >= self._ends_at:
+            if self._ends_at is not None and time.monotonic() >= self._ends_at and self._server.poll() is None:
+                self._killed = True
                 self._server.kill()
 
-    def _asked_to_end(self, *_: object) -> None:
-        self._end(GRACE_S)
+    def _asked_to_end(self, number: int, _frame: object) -> None:
+        self._end(GRACE_S if number == signal.SIGTERM else 0.0)
 
     def _end(self, grace_s: float) -> None:
         if self._ends_at is None and grace_s:
