@@ -21,18 +21,20 @@ SGLANG_STAMP := $(SGLANG_VENV)/.pins-$(shell cksum < $(SGLANG_PINS) | cut -d ' '
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
 SET ?=
 # Tests of deadlines have at most one other beside them. The longest files come first.
-DEADLINES := $(addprefix tests/,pipeline/test_stops.py contract/test_cluster.py contract/test_services.py chaos)
+DEADLINES := $(addprefix tests/,pipeline/test_stops.py pipeline/test_failures.py contract/test_cluster.py \
+	contract/test_services.py chaos)
 OTHERS := $(filter-out $(DEADLINES),$(wildcard tests/pipeline/test_*.py tests/contract/test_*.py)) \
 	tests/architecture tests/unit
 PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu and not sglang and not services and not browser'
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev sglang quickstart test test-services test-browser test-sglang test-all chaos soak lint bench lock clean
+.PHONY: help venv dev sglang quickstart test test-runs test-services test-browser test-sglang test-all chaos soak lint bench lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
-	@echo 'make test         install, then the tests (about nine minutes on two cores)'
+	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
+	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (three minutes)'
 	@echo 'make sglang       the environment of an SGLang server without a GPU, about 3 GB, and two minutes'
 	@echo 'make test-sglang  what is promised of real SGLang servers, against them (at most eight minutes)'
 	@echo 'make test-services  kept servers, deployments, and what happens when they are killed (at most 15 minutes)'
@@ -59,6 +61,10 @@ else
 	$(PYTEST) -n 3 $(BY_FILE) $(OTHERS)
 	$(PYTEST) -n 2 $(BY_FILE) $(DEADLINES)
 endif
+
+test-runs: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 $(BY_FILE) \
+		$(addprefix tests/pipeline/test_,starts.py afternoon.py wheel.py) $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) $(SGLANG_STAMP)
 	$(BIN)/python -m pytest -m 'sglang and not slow and not gpu' tests/contract $(PYTEST_ARGS)

@@ -45,12 +45,12 @@ class KeptHome(Home):
         """`headway services up` at its ports; the report where that succeeds."""
         command = self.call("services", "up", "--prefect-port", str(self.prefect_port), "--mlflow-port",
                             str(self.mlflow_port), *args, "--json")
-        assert command.process.returncode == code, (command.out, command.err)
+        assert command.process.returncode == code, command.said
         return {"err": command.err} if code else command.json
 
     def down(self) -> None:
         command = self.call("services", "down", "--force")
-        assert command.process.returncode == 0, (command.out, command.err)
+        assert command.process.returncode == 0, command.said
 
     def report(self) -> dict[str, Any]:
         return self.call("services", "status", "--json").json

@@ -40,6 +40,11 @@ class Command:
         return self.process.returncode
 
     @property
+    def said(self) -> str:
+        """All of its output, for a failed assertion: pytest shortens what is not a text."""
+        return f"stdout:\n{self.out}\nstderr:\n{self.err}"
+
+    @property
     def json(self) -> dict[str, Any]:
         return json.loads(self.out.strip().splitlines()[-1])
 
@@ -103,6 +108,17 @@ class Home:
             points = Counter(database.execute("select key, step from metrics where run_uuid = ?", (run_id,)))
         return status, points
 
+    def states(self, key: str) -> tuple[list[str], list[str]]:
+        """State types of a run's flow runs in Prefect, oldest first; statuses of its runs in MLflow."""
+        with sqlite3.connect(self.path / "prefect" / "prefect.db") as database:
+            flows = [row[0] for row in database.execute(
+                "select state_type from flow_run where name = ? order by created", (key,))]
+        with sqlite3.connect(self.path / "mlflow" / "mlflow.db") as database:
+            runs = [row[0] for row in database.execute(
+                "select status from runs join tags using (run_uuid) where key = 'mlflow.runName' and value = ?",
+                (key,))]
+        return flows, runs
+
 
 @contextmanager
 def prefect_server(home: Home) -> Iterator[dict[str, str]]:
@@ -110,7 +126,7 @@ def prefect_server(home: Home) -> Iterator[dict[str, str]]:
     ports = [word for name in ("prefect", "mlflow") for word in (f"--{name}-port", str(free_port()))]
     up = home.call("services", "up", *ports, "--json")
     try:
-        assert up.process.returncode == 0, (up.out, up.err)
+        assert up.process.returncode == 0, up.said
         address = up.json["services"]["prefect"]["address"]
         secret = (home.path / "secrets" / "prefect-auth").read_text().strip()
         yield home.environ | {"PREFECT_HOME": str(home.path / "client"), "PREFECT_API_URL": f"{address}/api",

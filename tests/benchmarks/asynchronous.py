@@ -96,7 +96,7 @@ def train(home: Home, key: str, settings: tuple[str, ...]) -> RunDir:
     sets = [word for setting in (*COMMON, *settings) for word in ("--set", setting)]
     command = home.start("train", "--preset", "longtail-cpu", *sets, "--run-key", key, "--json", key=key)
     code = command.wait(RUN_S)
-    assert code == 0, (command.out, command.err)
+    assert code == 0, command.said
     return command.run
 
 

@@ -50,7 +50,7 @@ def _run(home: Home, seed: int, gaps: list[float]) -> Iterator[dict[str, Any]]:
     code = command.wait(600)
     wall = time.monotonic() - begun
     peak.stop()
-    assert code == 0, (command.out, command.err)
+    assert code == 0, command.said
     stages = dict(read_json(command.run.status)["stages"])
     outside = wall - stages["training"] - stages["model"]
     gaps += waiting_gaps(command.run)

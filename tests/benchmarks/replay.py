@@ -31,11 +31,11 @@ def figures() -> Iterator[dict[str, Any]]:
         home = Home(Path(name))
         command = home.train("replayed", f"total_steps={TOTAL}", "data.validation=null", f"checkpoint.every={TOTAL}")
         code = command.wait(RUN_S)
-        assert code == 0, (command.out, command.err)
+        assert code == 0, command.said
         begun = time.monotonic()
         replayed = home.call("replay", "replayed", "--steps", f"{FIRST}:{BEHIND}", "--json")
         whole = time.monotonic() - begun
-        assert replayed.process.returncode == 0, (replayed.out, replayed.err)
+        assert replayed.process.returncode == 0, replayed.said
         busy = busy_s(command.run, FIRST, BEHIND)
     found = replayed.json
     assert found["identical"] == BEHIND - FIRST, found

@@ -113,7 +113,7 @@ def watch(home: Home) -> tuple[Command, Watched]:
         while command.process.poll() is None:
             watched.look(home, command.run)
             time.sleep(EVERY_S)
-        assert command.wait() == 0, (command.out, command.err)
+        assert command.wait() == 0, command.said
     finally:
         command.process.terminate()  # nothing where it has ended
         command.process.wait()

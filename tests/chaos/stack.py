@@ -139,7 +139,7 @@ def check_finished(home: Home, command: Command, steps: int) -> None:
     assert list(run.records.glob("*divergent*")) == []
     assert fold_claims(str(run.root), read_identity(run).config) == read_record(run, steps - 1).weights_digest
     audit = home.call("audit", key, "--json")
-    assert audit.process.returncode == 0, (audit.out, audit.err)
+    assert audit.process.returncode == 0, audit.said
     assert audit.json["positions"]["lost"] == 0
     groups = read_identity(run).config.groups_per_step
     assert audit.json["rows"]["claimed"] == audit.json["positions"]["trained"] == steps * groups, "trained twice or not"

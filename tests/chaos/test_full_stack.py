@@ -163,7 +163,7 @@ def test_wherever_a_process_is_killed_the_same_command_finishes_the_run(
                 chaos.kill("owner", "step")  # a server that was killed comes back with the next start
             chaos.kill(victim, moment)
         (tmp_path / "over").touch()
-        assert chaos.command.wait(400) == 0, (chaos.command.out, chaos.command.err)
+        assert chaos.command.wait(400) == 0, chaos.command.said
         check_finished(home, chaos.command, chaos.steps)
     finally:
         chaos.command.process.kill()  # nothing where it has ended

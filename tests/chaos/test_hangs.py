@@ -21,7 +21,6 @@ from rl_core.run_dir import newest_attempt
 from rl_core.run_identity import prompt_rows
 from tests.chaos import faults
 from tests.chaos.stack import check_finished, pid_of, pid_of_actor
-from tests.pipeline.test_stops import states
 from tests.runs import Command, Home, wait_until_gone
 
 pytestmark = pytest.mark.slow
@@ -181,7 +180,7 @@ def check_failed(home: Home, command: Command, says: str, starts: int) -> None:
     assert re.search(f"^failed: {says}", command.out, re.MULTILINE), (says, command.out)
     assert (command.process.returncode, command.err, command.json["status"]) == (1, "", "failed")
     key = command.run.root.name
-    assert states(home, key) == (["FAILED"] * starts, ["FAILED"])
+    assert home.states(key) == (["FAILED"] * starts, ["FAILED"])
     assert wait_until_gone(home, 10) == {}
 
 
@@ -194,7 +193,7 @@ def test_what_hangs_ends_the_run_within_its_deadline_and_is_named(home: Home, wo
     scene.command.wait(hang.within_s + MARGIN_S)
     took = time.monotonic() - begun
     print(f"{what}: {took:.1f} s; {cause(scene.command)}")
-    check_failed(home, scene.command, hang.says.replace("WHO", who), len(states(home, KEY)[0]))
+    check_failed(home, scene.command, hang.says.replace("WHO", who), len(home.states(KEY)[0]))
     status = home.call("status", KEY, "--json").json
     assert re.match(hang.says.replace("WHO", who), status["cause"]), status
 
@@ -202,7 +201,7 @@ def test_what_hangs_ends_the_run_within_its_deadline_and_is_named(home: Home, wo
 def test_behind_all_hangs_the_same_run_completes_and_nothing_was_lost(home: Home, work: Path) -> None:
     (work / "over").touch()
     command = home.train(KEY, *SETTINGS, f"total_steps={STEPS}", cwd=work)
-    assert command.wait(300) == 0, (command.out, command.err)
+    assert command.wait(300) == 0, command.said
     check_finished(home, command, STEPS)
 
 
@@ -234,7 +233,7 @@ def test_a_full_disk_ends_the_run_and_with_room_the_same_command_goes_on(home: H
         filler.unlink()
         (work / "over").touch()
         command = home.train("full", *SETTINGS, f"total_steps={steps}", cwd=work)
-        assert command.wait(200) == 0, (command.out, command.err)
+        assert command.wait(200) == 0, command.said
         check_finished(home, command, steps)
 
 
@@ -246,14 +245,14 @@ def test_mlflow_that_accepts_and_never_answers_holds_nothing_up(home: Home, work
         command = home.train("silent", *SETTINGS, f"total_steps={steps}", f"tracking.uri={address}", cwd=work)
         command.wait_for_step(steps - 1)
         begun = time.monotonic()
-        assert command.wait(35 + MARGIN_S) == 0, (command.out, command.err)
+        assert command.wait(35 + MARGIN_S) == 0, command.said
     print(f"MLflow that never answers: {time.monotonic() - begun:.1f} s behind the last step")
     assert (command.json["status"], command.err) == ("completed", "")
     told = re.search(r"^ +(.*); the same command with --run-key silent replays", command.out, re.MULTILINE)
     assert told is not None and f"MLflow at {address}" in told[1], command.out
     assert wait_until_gone(home, 10) == {}
     again = home.train("silent", *SETTINGS, f"total_steps={steps}", "tracking.uri=null", cwd=work)
-    assert again.wait(120) == 0, (again.out, again.err)
+    assert again.wait(120) == 0, again.said
     check_finished(home, again, steps)
 
 
@@ -268,7 +267,7 @@ def test_prefect_that_accepts_and_never_answers_holds_nothing_up(home: Home, wor
     (work / "over").touch()
     scene.command.wait_for_step(steps - 1, 60)
     begun = time.monotonic()
-    assert scene.command.wait(60 + MARGIN_S) == 0, (scene.command.out, scene.command.err)
+    assert scene.command.wait(60 + MARGIN_S) == 0, scene.command.said
     print(f"Prefect that never answers: {time.monotonic() - begun:.1f} s behind the last step")
     assert (scene.command.json["status"], scene.command.err) == ("completed", "")
     assert "Prefect could not be told that the run completed: ReadTimeout" in scene.command.out
@@ -286,13 +285,13 @@ def test_a_prefect_server_that_dies_while_a_start_asks_it_ends_nothing(
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", faults.python_path(work / "other-site", "tasks.attempts", code))
         second = under_way(home, work, "unheard", f"total_steps={steps}")
-    assert states(home, "unheard")[0] == ["RUNNING", "RUNNING"]
+    assert home.states("unheard")[0] == ["RUNNING", "RUNNING"]
     os.kill(second.command.process.pid, signal.SIGKILL)
     second.command.process.wait()
     (work / "over").touch()
     third = home.train("unheard", *SETTINGS, f"total_steps={steps}", cwd=work)
-    assert third.wait(200) == 0, (third.out, third.err)
-    assert states(home, "unheard")[0] == ["CRASHED", "CRASHED", "COMPLETED"]
+    assert third.wait(200) == 0, third.said
+    assert home.states("unheard")[0] == ["CRASHED", "CRASHED", "COMPLETED"]
     check_finished(home, third, steps)
 
 
@@ -304,12 +303,12 @@ def test_a_prefect_server_that_is_gone_before_the_run_begins_is_named(
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", faults.python_path(work / "third-site", "flows.train", code))
         first = home.train("unbegun", *SETTINGS, f"total_steps={steps}", cwd=work)
-    assert first.wait(60) == 1, (first.out, first.err)
+    assert first.wait(60) == 1, first.said
     assert re.fullmatch(r"DeadPart: Prefect at http://127\.0\.0\.1:\d+/api \(private, for this run alone\) did not "
                         r"answer when the run was to begin \(.+\); the same command starts one anew and goes on",
                         cause(first)), first.out
     assert (first.err, first.json["status"], newest_attempt(run)) == ("", "failed", 0)
     assert wait_until_gone(home, 10) == {}
     second = home.train("unbegun", *SETTINGS, f"total_steps={steps}", cwd=work)
-    assert second.wait(120) == 0, (second.out, second.err)
+    assert second.wait(120) == 0, second.said
     check_finished(home, second, steps)

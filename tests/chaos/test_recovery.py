@@ -63,7 +63,7 @@ def test_a_recovery_that_is_killed_twice_is_begun_again_and_loses_nothing(home: 
         assert json.loads(run.status.read_text())["state"] == "replaying", "killed in the middle of it"
         assert (newest_attempt(run), recorded_steps(run)) == (1 + crash, sorted(records))
     command = home.train("again", *settings)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     assert {step: run.record(step).read_bytes() for step in records} == records
     assert {read_record(run, step).attempt for step in range(len(records), steps)} == {4}
     check_finished(home, command, steps)
@@ -96,7 +96,7 @@ def test_a_quota_that_is_used_up_makes_a_checkpoint_at_once_and_the_run_complete
         with suppress(OSError, ValueError):
             notes.add(json.loads(run.status.read_text()).get("note") or "")
         time.sleep(0.05)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     landed = sum(len(list(stream.glob("*.arrow"))) for stream in run.streams.iterdir())
     print(f"quota {quota}, for shards {quota - RESERVE_BYTES}; most in shards {most}; forced checkpoints {forced}; "
           f"{landed} shards at the end, steps before {retired_below(run)} retired")
@@ -110,7 +110,7 @@ def test_a_quota_that_is_used_up_makes_a_checkpoint_at_once_and_the_run_complete
     assert outside.process.returncode == 2 and outside.err.startswith("error: ReplayUnavailable: step 0"), outside.err
     assert recorded_steps(run) == list(range(steps)) and list(run.records.glob("*divergent*")) == []
     inside = home.call("replay", "full-quota", "--steps", f"{steps - 2}:{steps}", "--json")
-    assert inside.process.returncode == 0 and inside.json["identical"] == 2, (inside.out, inside.err)
+    assert inside.process.returncode == 0 and inside.json["identical"] == 2, inside.said
     audit = home.call("audit", "full-quota", "--json")
     assert audit.process.returncode == 0 and audit.json["positions"]["lost"] == 0, audit.out
     assert audit.json["positions"]["trained"] == steps * 4

@@ -56,7 +56,7 @@ def test_a_run_learns_over_swaps_in_flight_and_over_the_death_of_its_server(home
     command.wait_for_step(3)
     [server] = servers_of(home)
     os.kill(server, signal.SIGKILL)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     check_completed(home, command, STEPS)
     assert wait_until_gone(home, 5) == {}
     assert "ended: signal 9" in command.run.server_log("rollout-0", 0).read_text()
@@ -79,7 +79,7 @@ def test_ten_deaths_of_its_server_cost_a_run_nothing(home: Home) -> None:
             os.kill(server, signal.SIGKILL)
             killed.add(server)
         time.sleep(0.2)
-    assert command.wait(600) == 0, (command.out, command.err)
+    assert command.wait(600) == 0, command.said
     assert len(killed) == KILLS
     check_completed(home, command, 60)
     assert wait_until_gone(home, 5) == {}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,8 +21,6 @@ from rl_core.checkpoint import newest_whole
 from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import read_groups
 from rl_core.records import recorded_steps
-from tasks.exporting import export_run
-from tasks.measurement import measure, of_run, open_subject
 from tests.runs import Home
 
 STEPS = 3
@@ -76,6 +76,7 @@ def reasoning(place: Path) -> list[str]:
 
 
 AFTERNOONS: dict[str, Callable[[Path], list[str]]] = {"verl": verl, "trl": trl, "reasoning_gym": reasoning}
+SLOW = pytest.mark.slow  # `make test` has one of the three
 
 
 def bytes_model(directory: Path) -> None:
@@ -100,49 +101,38 @@ def bytes_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-@pytest.fixture(scope="module")
-def places(home: Home, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where each afternoon was spent. All are side by side: most of their time is that of programs that start."""
-    places = {name: tmp_path_factory.mktemp(name) for name in AFTERNOONS}
-    for place in places.values():
-        bytes_model(place / "model")
-    trained = {name: home.start("train", "--preset", "local-model-cpu", *words(AFTERNOONS[name](place)), "--run-key",
-                                name, "--json", key=name, cwd=place) for name, place in places.items()}
-    for train in trained.values():
-        assert train.wait(180) == 0, (train.out, train.err)
-        assert (train.json["status"], train.json["steps"], train.err) == ("completed", STEPS, "")
-    verl_place = places["verl"]
-    validate = home.start("validate", "verl", "--json", cwd=verl_place)
-    export = home.start("export", "verl", "--out", "out", "--json", cwd=verl_place)
-    for name in ("trl", "reasoning_gym"):  # what these commands call, without two more programs to start
-        measure_and_export(home, name, places[name])
+@dataclass(frozen=True)
+class Afternoon:
+    """What was trained, measured and exported, and where."""
+
+    name: str
+    place: Path
+    measured: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["verl", pytest.param("trl", marks=SLOW),
+                                        pytest.param("reasoning_gym", marks=SLOW)])
+def afternoon(request: pytest.FixtureRequest, home: Home, tmp_path_factory: pytest.TempPathFactory) -> Afternoon:
+    name: str = request.param
+    place = tmp_path_factory.mktemp(name)
+    bytes_model(place / "model")
+    train = home.start("train", "--preset", "local-model-cpu", *words(AFTERNOONS[name](place)), "--run-key", name,
+                       "--json", key=name, cwd=place)
+    assert train.wait(180) == 0, train.said
+    assert (train.json["status"], train.json["steps"], train.err) == ("completed", STEPS, "")
+    validate = home.start("validate", name, "--json", cwd=place)
+    export = home.start("export", name, "--out", "out", "--json", cwd=place)
     for command in (validate, export):
-        assert command.wait(120) == 0, command.err
-    (verl_place / "measured.json").write_text(json.dumps(validate.json))
-    return places
-
-
-def measure_and_export(home: Home, name: str, place: Path) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("HEADWAY_HOME", str(home.path))
-        patched.chdir(place)
-        subject = of_run(name, None, {})
-        measuring = open_subject(subject)
-        try:
-            report, _ = measure(subject, measuring, lambda scored, total: None)
-        finally:
-            measuring.close()
-        export_run(name, "out", step=None, best=False, by=None, dtype="float32")
-    (place / "measured.json").write_text(json.dumps(report))
+        assert command.wait(120) == 0, command.said
+    return Afternoon(name, place, validate.json)
 
 
 def words(settings: list[str]) -> list[str]:
     return [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
 
 
-@pytest.mark.parametrize("name", AFTERNOONS)
-def test_what_was_trained_on_own_rows_and_reward_is_measured(home: Home, places: dict[str, Path], name: str) -> None:
-    measured = json.loads((places[name] / "measured.json").read_text())
+def test_what_was_trained_on_own_rows_and_reward_is_measured(home: Home, afternoon: Afternoon) -> None:
+    measured, name = afternoon.measured, afternoon.name
     assert measured["n"] == 4 and len(measured["sampled_reward_interval"]) == 2
     [source] = measured["by_source"]
     assert source == {"verl": "school/sums", "trl": "test", "reasoning_gym": "reasoning_gym:basic_arithmetic"}[name]
@@ -151,14 +141,12 @@ def test_what_was_trained_on_own_rows_and_reward_is_measured(home: Home, places:
     assert parts == ({"letters"} if name == "verl" else set())
 
 
-@pytest.mark.parametrize("name", AFTERNOONS)
-def test_the_export_is_loaded_by_transformers_with_equal_log_probs(home: Home, places: dict[str, Path],
-                                                                   name: str) -> None:
+def test_the_export_is_loaded_by_transformers_with_equal_log_probs(home: Home, afternoon: Afternoon) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    theirs = AutoModelForCausalLM.from_pretrained(places[name] / "out", dtype=torch.float32)
-    ours = AutoModelForCausalLM.from_pretrained(places[name] / "model", dtype=torch.float32)
-    run = home.run(name)
+    theirs = AutoModelForCausalLM.from_pretrained(afternoon.place / "out", dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(afternoon.place / "model", dtype=torch.float32)
+    run = home.run(afternoon.name)
     checkpoint = newest_whole(run)
     assert checkpoint is not None and checkpoint.state.n == recorded_steps(run)[-1] + 1 == STEPS
     ours.load_state_dict({name: torch.as_tensor(value) for name, value in checkpoint.parameters.items()}, strict=False)
@@ -166,4 +154,4 @@ def test_the_export_is_loaded_by_transformers_with_equal_log_probs(home: Home, p
     ids = torch.tensor([[*group["prompt_ids"], *group["responses"][0]["ids"]]])
     with torch.no_grad():
         assert torch.equal(theirs(ids).logits.log_softmax(-1), ours(ids).logits.log_softmax(-1))
-    assert AutoTokenizer.from_pretrained(places[name] / "out").chat_template
+    assert AutoTokenizer.from_pretrained(afternoon.place / "out").chat_template

@@ -429,7 +429,7 @@ def test_the_command_ends_with_code_2_and_leaves_nothing(verb: str, settings: li
     words = [word for setting in settings for word in ("--set", setting)]
     os.environ["PYTHONPATH"] = str(ROOT)
     command = home.start(verb, *words, cwd=place.work)
-    assert command.wait(60) == 2, (command.out, command.err)
+    assert command.wait(60) == 2, command.said
     assert re.match(message, command.err), command.err
     assert all(line.startswith("error: ") for line in command.err.splitlines())
     assert len(command.out.splitlines()) == (1 if verb == "train" else 0), command.out

@@ -115,7 +115,7 @@ def finished(home: Home, model: Path, tmp_path_factory: pytest.TempPathFactory) 
                          f"staleness.bound={LIMIT}", "staleness.drops_after_s=0.2",
                          "data.validation=[texts.jsonl, chats.jsonl]", "validation.every=5", "checkpoint.every=4",
                          "failure.trajectory_tries=100000", "failure.reward_failures=100000", cwd=work)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     return command
 
 
@@ -220,7 +220,7 @@ def test_mlflow_has_one_point_per_metric_and_step(finished: Command, home: Home)
 
 def test_audit_holds_after_drops_and_second_tries(finished: Command, home: Home) -> None:
     audit = home.call("audit", "breadth", "--json")
-    assert audit.process.returncode == 0, (audit.out, audit.err)
+    assert audit.process.returncode == 0, audit.said
     assert audit.json["rows"]["claimed"] == STEPS * B
 
 
@@ -265,7 +265,7 @@ def test_owner_and_learner_killed_between_two_publications_the_same_command_goes
     assert checkpoint is not None and checkpoint.state.n == 3
     assert checkpoint.state.version_step == 2, "of weights that nobody has any more but the checkpoint"
     second = home.train("breadth-killed", *KILLED_SETTINGS, cwd=work)
-    assert second.wait() == 0, (second.out, second.err)
+    assert second.wait() == 0, second.said
     assert (second.json["status"], second.json["steps"], second.err) == ("completed", KILLED_STEPS, "")
     run = second.run
     assert recorded_steps(run) == list(range(KILLED_STEPS))
@@ -278,5 +278,5 @@ def test_owner_and_learner_killed_between_two_publications_the_same_command_goes
     assert (status, set(points.values())) == ("FINISHED", {1})
     assert {step for key, step in points if key == "reward/mean"} == set(range(KILLED_STEPS))
     audit = home.call("audit", "breadth-killed", "--json")
-    assert audit.process.returncode == 0, (audit.out, audit.err)
+    assert audit.process.returncode == 0, audit.said
     assert wait_until_gone(home, 10) == {}

@@ -17,7 +17,6 @@ import pytest
 from rl_core.records import recorded_steps
 from rl_core.run_dir import RunDir, owner_is_alive
 from tests.chaos.stack import pid_of_actor
-from tests.pipeline.test_stops import states
 from tests.runs import Home, prefect_server, processes_of
 
 pytestmark = pytest.mark.slow
@@ -101,15 +100,15 @@ def test_the_whole_tree_is_gone_20_s_after_a_cancel_though_no_actor_answers(home
             assert left == {} and took <= GONE_S, took
             assert not owner_is_alive(run)
             until = time.monotonic() + 15
-            while states(home, KEY)[0] != ["CANCELLED"] and time.monotonic() < until:
+            while home.states(KEY)[0] != ["CANCELLED"] and time.monotonic() < until:
                 time.sleep(0.2)
-            assert states(home, KEY) == (["CANCELLED"], ["KILLED"]), log.read_text()[-4000:]
+            assert home.states(KEY) == (["CANCELLED"], ["KILLED"]), log.read_text()[-4000:]
     result = json.loads(run.result.read_text())
     assert (result["status"], result["signal"]) == ("cancelled", "SIGTERM")
     again = home.start("train", "--run-key", KEY, "--json", key=KEY)
     again.wait_for_step(recorded_steps(run)[-1] + 3)
     again.process.terminate()
-    assert again.wait(30) == 143, (again.out, again.err)
+    assert again.wait(30) == 143, again.said
 
 
 def of_the_run(home: Home, run: RunDir) -> dict[int, str]:

@@ -55,7 +55,7 @@ def failed(home: Home) -> Failed:
     command.wait_for_step(6)
     spoiled = Spoiled(command.run)
     spoiled.spoil()
-    assert command.wait(60) == 1, (command.out, command.err)
+    assert command.wait(60) == 1, command.said
     assert "failed: ClaimedShardCorrupt" in command.out
     spoiled.mend()
     run, step = command.run, recorded_steps(command.run)[-1] + 1
@@ -65,7 +65,7 @@ def failed(home: Home) -> Failed:
 
 def test_a_rerun_finishes_the_run_and_does_nothing_again(home: Home, failed: Failed) -> None:
     command = home.start("rerun", KEY, "--json", key=KEY)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     assert (command.json["status"], command.json["steps"], command.err) == ("completed", STEPS, "")
     assert command.out.startswith("headway ") and f": rerun {KEY}\n" in command.out
     run = command.run
@@ -85,7 +85,7 @@ def test_twenty_random_steps_of_the_finished_run_replay_bit_for_bit(home: Home, 
     assert steps[0] < failed.step <= steps[-1]
     before = digest_of(failed.command.run)
     replayed = home.call("replay", KEY, *(word for step in steps for word in ("--step", str(step))), "--json")
-    assert replayed.process.returncode == 0, (replayed.out, replayed.err)
+    assert replayed.process.returncode == 0, replayed.said
     assert [(one["step"], one["verdict"]) for one in replayed.json["steps"]] == [(step, "identical") for step in steps]
     assert all(one["differing"] == {} and one["compared"] > 20 for one in replayed.json["steps"])
     assert digest_of(failed.command.run) == before, "a replay writes nothing"
@@ -120,7 +120,7 @@ def test_a_fork_trains_on_from_a_step_of_the_past_and_leaves_the_run_alone(home:
     before, origin = digest_of(parent), read_identity(parent)
     words = ("--from-step", "10", "--set", "learner.lr=2e-4", "--set", "total_steps=16", "--json")
     command = home.start("rerun", KEY, *words, key=f"{KEY}~1")
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     assert f"{KEY}~1: from {KEY}, checkpoint 8, steps 8 to 9 replayed" in command.out
     assert (command.json["run_key"], command.json["steps"], command.err) == (f"{KEY}~1", 16, "")
     assert digest_of(parent) == before
@@ -151,14 +151,14 @@ def test_rollout_alone_fills_a_run_that_is_trained_later(home: Home) -> None:
     sets = [word for setting in (*SMALL, "total_steps=6", "staleness.hard_max=9") for word in ("--set", setting)]
     words = ("--groups", "30", "--preset", "tiny-cpu", *sets, "--run-key", "halves", "--json")
     rolled = home.start("rollout", *words, key="halves")
-    assert rolled.wait() == 0, (rolled.out, rolled.err)
+    assert rolled.wait() == 0, rolled.said
     assert "30 groups wait to be trained: headway train --run-key halves" in rolled.out
     run = rolled.run
     assert (recorded_steps(run), claimed_steps(run), rolled.json["steps"]) == ([], [], 0)
     report = audit(run, n_prompts=prompt_rows(run))
     assert (report.violations, report.rows["eligible"]) == ([], 30)
     trained = home.start("train", "--run-key", "halves", "--json", key="halves")
-    assert trained.wait() == 0, (trained.out, trained.err)
+    assert trained.wait() == 0, trained.said
     assert recorded_steps(run) == list(range(6))
     ages = [read_record(run, step).metrics["staleness/max"] for step in range(6)]
     assert ages == list(range(6)), "all of it was sampled by the initial weights"
@@ -171,7 +171,7 @@ def test_a_retry_by_prefect_goes_on_with_the_run(home: Home) -> None:
     command.wait_for_step(6)
     spoiled = Spoiled(command.run)
     spoiled.spoil()
-    assert command.wait(60) == 1, (command.out, command.err)
+    assert command.wait(60) == 1, command.said
     spoiled.mend()
     before = written(command.run)
     with prefect_server(home) as env:

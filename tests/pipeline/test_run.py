@@ -52,7 +52,7 @@ SUMMARY_KEYS = ["run_key", "status", "steps", "accuracy_start", "accuracy_end", 
 @pytest.fixture(scope="module")
 def finished(home: Home) -> Command:
     command = home.train("short", *SETTINGS)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     return command
 
 
@@ -84,7 +84,7 @@ def test_every_step_has_its_record_and_the_weights_are_the_fold_of_the_claims(fi
 
 def test_audit_holds_and_inspect_and_status_read_the_directory(finished: Command, home: Home) -> None:
     audit = home.call("audit", "short", "--json")
-    assert audit.process.returncode == 0, (audit.out, audit.err)
+    assert audit.process.returncode == 0, audit.said
     assert audit.json["holds"] is True
     step = home.call("inspect", "short", "--step", "3", "--json").json
     assert len(step["groups"]) == 16
@@ -98,7 +98,7 @@ def test_audit_holds_and_inspect_and_status_read_the_directory(finished: Command
 def test_recorded_steps_are_replayed_bit_for_bit_and_nothing_is_written(finished: Command, home: Home) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.run.root.rglob("*")}
     replayed = home.call("replay", "short", "--steps", "4:6", "--step", "11", "--json")
-    assert replayed.process.returncode == 0, (replayed.out, replayed.err)
+    assert replayed.process.returncode == 0, replayed.said
     steps = {step["step"]: step for step in replayed.json["steps"]}
     assert [step["verdict"] for step in steps.values()] == ["identical"] * 3
     assert steps[11]["checkpoint"] == 10 and all(step["environment"] == {} for step in steps.values())
@@ -165,7 +165,7 @@ def test_the_rollout_side_is_seen_busy_waiting_and_syncing_at_every_step(finishe
 
 def test_the_same_command_again_is_told_that_the_run_is_completed(finished: Command, home: Home) -> None:
     again = home.train("short", *SETTINGS)
-    assert again.wait(60) == 0, (again.out, again.err)
+    assert again.wait(60) == 0, again.said
     assert again.json == finished.json
     assert recorded_steps(finished.run) == list(range(STEPS))
 

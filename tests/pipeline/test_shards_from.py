@@ -37,7 +37,7 @@ def score(answer: str) -> float:
 @pytest.fixture(scope="module")
 def sampled(home: Home) -> RunDir:
     command = home.train(KEY, *SMALL)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     return command.run
 
 
@@ -57,7 +57,7 @@ def test_what_does_not_fit_the_shards_is_refused_before_anything_starts(home: Ho
     before = digest_of(sampled)
     for pair, why in {"total_steps=99": "use at most", "group_size=2": "group_size is 4, asked for 2"}.items():
         command = home.call("train", "--shards-from", KEY, "--run-key", AGAIN, "--set", pair)
-        assert command.process.returncode == 2 and why in command.err, (command.out, command.err)
+        assert command.process.returncode == 2 and why in command.err, command.said
     planned = home.call("plan", "--shards-from", KEY, "--run-key", AGAIN, "--json").json
     assert planned["config"]["data"]["shards_from"] == KEY and planned["config"]["total_steps"] == 6
     assert planned["shards"].startswith(f"of run {KEY}: ") and planned["shards"].endswith("rewards kept")
@@ -72,7 +72,7 @@ def test_killed_in_the_middle_the_same_command_finishes_it(home: Home, sampled: 
     command.process.kill()
     command.wait()
     command = again(home, *sets)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     assert "rollout-0" not in command.out and command.err == ""
     assert digest_of(sampled) == before
     run = command.run
@@ -102,7 +102,7 @@ def test_its_steps_replay_and_it_needs_the_other_run_no_more(home: Home, sampled
     sampled.root.rename(aside)
     try:
         replayed = home.call("replay", AGAIN, "--step", "1", "--step", "5")
-        assert replayed.process.returncode == 0, (replayed.out, replayed.err)
+        assert replayed.process.returncode == 0, replayed.said
         assert replayed.out.count("identical") >= 2
         held = home.call("audit", AGAIN)
         assert held.process.returncode == 0 and f"shards of run {KEY} (" in held.out
@@ -116,7 +116,7 @@ def test_its_steps_replay_and_it_needs_the_other_run_no_more(home: Home, sampled
 def test_with_another_reward_every_answer_is_scored_anew(home: Home, sampled: RunDir, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     command = again(home, "reward=./reward.py:score", "total_steps=4", key=OTHER, cwd=tmp_path)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     assert "scored anew by ./reward.py:score" in command.out
     run = command.run
     assert {path.name.split("-")[0] for path in run.streams.iterdir()} == {"rescored"}

@@ -24,6 +24,7 @@ from rl_core.validation import read_table, read_validation, validated_steps
 from tasks.measurement import measure, of_run, open_subject
 from tests.runs import Command, Home
 
+pytestmark = pytest.mark.slow
 KEY = "starts"
 SMALL = ("total_steps=6", "groups_per_step=4", "group_size=4", "validation.every=50", "checkpoint.every=4",
          "data.size=256", "data.validation_size=16", "model.warmup_steps=0", "learner.loss.entropy_coef=0.05",
@@ -46,11 +47,11 @@ def trained(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     rows = [json.dumps({"prompt": f"sort {text}", "answer": "".join(sorted(text))}) for text in ("21", "312", "4130")]
     (place / "three.jsonl").write_text("\n".join(rows) + "\n")
     only = home.train(KEY, *SMALL, "validation.only=true", cwd=place)
-    assert only.wait() == 0, (only.out, only.err)
+    assert only.wait() == 0, only.said
     assert recorded_steps(only.run) == [] and validated_steps(only.run) == [0]
     assert not only.run.streams.exists() or list(only.run.streams.iterdir()) == [], "no rollout worker"
     command = home.start("train", "--run-key", KEY, "--json", key=KEY, cwd=place)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     return Trained(only=only, command=command, place=place)
 
 
@@ -97,13 +98,13 @@ def test_measuring_the_run_again_gives_its_own_record_and_changes_nothing(
 def test_a_completed_run_is_made_longer_and_every_step_keeps_its_settings(home: Home, trained: Trained) -> None:
     first = trained.command
     done = home.start("train", "--run-key", KEY, "--amend", "--json", key=KEY, cwd=trained.place)
-    assert done.wait() == 0, (done.out, done.err)
+    assert done.wait() == 0, done.said
     assert done.json == first.json
     assert f"nothing to amend: no training setting differs from those of run {KEY}" in done.out
 
     words = ("--amend", "--set", "total_steps=12", "--set", "staleness.bound=1", "--set", "learner.passes=2")
     second = home.start("train", "--run-key", KEY, *words, "--json", key=KEY, cwd=trained.place)
-    assert second.wait() == 0, (second.out, second.err)
+    assert second.wait() == 0, second.said
     told = "as revision 1, from step 6 on: learner.passes 1 -> 2, staleness.bound 2 -> 1, total_steps 6 -> 12"
     assert told in second.out
     assert (second.json["steps"], second.json["mlflow_run_id"]) == (12, first.json["mlflow_run_id"])

@@ -195,6 +195,7 @@ def test_a_plan_beside_own_packages(installed: Installed, home: Home, command: l
     assert installed.importers() == []
 
 
+@pytest.mark.slow
 def test_a_run_beside_own_packages(installed: Installed, home: Home) -> None:
     """Command, Prefect's server, Ray and its workers import Headway's packages; the reward child the person's own."""
     small = ("total_steps=3", "groups_per_step=4", "data.size=64", "data.validation=null", "model.warmup_steps=0",

@@ -17,7 +17,7 @@ def kept_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptHome]:
     home = KeptHome.at(tmp_path_factory.mktemp("kept"))
     home.up()
     deployed = home.call("deploy", "--json")
-    assert deployed.process.returncode == 0, (deployed.out, deployed.err)
+    assert deployed.process.returncode == 0, deployed.said
     yield home
     home.down()
 

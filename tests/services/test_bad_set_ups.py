@@ -188,7 +188,7 @@ def test_both_servers_and_a_run_work_on_postgresql(bare_home: KeptHome, postgres
     assert doctor(bare_home) == []
     sets = [f"{name}={'null' if value is None else value}" for name, value in {**SMALL, "total_steps": 6}.items()]
     command = bare_home.train("postgres", *sets)
-    assert command.wait() == 0, (command.out, command.err)
+    assert command.wait() == 0, command.said
     with closing(psycopg.connect(f"{postgres}/mlflow")) as connection, connection.cursor() as cursor:
         cursor.execute("select status from runs where run_uuid = %s", (command.json["mlflow_run_id"],))
         assert cursor.fetchall() == [("FINISHED",)]
