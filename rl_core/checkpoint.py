@@ -26,7 +26,7 @@ from rl_core.errors import BrokenFile, CheckpointDamaged, ShardRetired, WeightsD
 from rl_core.experience.ledger import read_claim, retired_below
 from rl_core.experience.reader import ensure_not_retired
 from rl_core.model_setup import model_digests
-from rl_core.run_dir import RunDir, check_attempt, fsync_dir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, check_attempt, file_numbers, fsync_dir, numbered, put_if_absent, read_json, to_json
 from rl_core.versions import pinned_versions, read_version
 from rl_core.weights import digest_tensors, read_tensors, write_tensors
 
@@ -185,7 +185,7 @@ def read_parameters(run: RunDir, n: int) -> tuple[CheckpointState, dict[str, Ten
 
 def checkpoints(run: RunDir) -> list[int]:
     """The n of every checkpoint directory, ascending, whole or not."""
-    return [n for n, _ in numbered(run.checkpoints, r"n-(\d{9})")]
+    return file_numbers(run.checkpoints, r"n-(\d{9})")
 
 
 def newest_whole(run: RunDir) -> Checkpoint | None:

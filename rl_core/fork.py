@@ -49,6 +49,7 @@ from rl_core.run_dir import (
     OwnerLock,
     RunDir,
     boot_id,
+    file_numbers,
     fsync_dir,
     link_file,
     newest_attempt,
@@ -140,7 +141,7 @@ def make_fork(parent: RunDir, run_key: str, step: int, wanted: Config) -> Fork:
 
 
 def _next_number(runs: Path, run_key: str) -> int:
-    return max((n for n, _ in numbered(runs, rf"{_escaped(run_key)}~(\d+)")), default=0) + 1
+    return max(file_numbers(runs, rf"{_escaped(run_key)}~(\d+)"), default=0) + 1
 
 
 def _escaped(run_key: str) -> str:

@@ -35,7 +35,7 @@ from rl_core.group_facts import read_group_facts
 from rl_core.history import read_history, read_steps, read_validations
 from rl_core.landed_answers import answer_table, answers_of
 from rl_core.landed_groups import GROUP_SCHEMA, TIME, group_table
-from rl_core.run_dir import RunDir, numbered, read_json
+from rl_core.run_dir import RunDir, file_numbers, read_json
 from rl_core.run_numbers import LAST_STEPS, RunNumbers, difference, run_numbers
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def steps(run: Run, *, last: int | None = None) -> pd.DataFrame:
 
 def _other_steps(run: RunDir, trained: set[int], gaps: Gaps, *, since: int) -> dict[int, str]:
     """State of the steps without a readable record, from `since` on."""
-    recorded = {step for step, _ in numbered(run.records, r"step-(\d{9})\.json")}
-    claimed = {step for step, _ in numbered(run.ledger(), r"step-(\d{9})\.json")}
+    recorded = set(file_numbers(run.records, r"step-(\d{9})\.json"))
+    claimed = set(file_numbers(run.ledger(), r"step-(\d{9})\.json"))
     void = found(partial(voided_steps, run), str(run.ledger()), gaps) or {}
     return {step: "unreadable" if step in recorded else "void" if step in void else "claimed"
             for step in sorted((recorded | claimed | set(void)) - trained) if step >= since}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_core.run_dir import RunDir, numbered, numbers, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, file_numbers, numbers, put_if_absent, read_json, to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,4 +36,4 @@ def read_observation(run: RunDir, step: int) -> Observation:
 
 def observed_steps(run: RunDir) -> list[int]:
     """Steps with an observation, ascending."""
-    return [k for k, _ in numbered(run.observations, r"step-(\d{9})\.json")]
+    return file_numbers(run.observations, r"step-(\d{9})\.json")

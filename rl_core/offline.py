@@ -38,7 +38,7 @@ from rl_core.experience.outcomes import outcome_ids
 from rl_core.experience.verify import map_shard, shard_key, verify_shard
 from rl_core.plan import flatten
 from rl_core.revisions import config_of, current_revision, listed
-from rl_core.run_dir import RunDir, fsync_dir, link_file, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, file_numbers, fsync_dir, link_file, numbered, put_if_absent, read_json, to_json
 from rl_core.run_identity import read_identity
 from rl_core.types import Drop, group_id, parse_group_id
 
@@ -232,7 +232,7 @@ def _take_streams(parent: RunDir, target: RunDir, rows: _Rows) -> list[tuple[str
     """Link every shard that verifies; returns those that are not there, before the last one of their stream."""
     missing: list[tuple[str, int]] = []
     for stream in stream_names(parent.streams):
-        listed_seqs = [seq for seq, _ in numbered(parent.stream(stream), SHARD_NAME.pattern)]
+        listed_seqs = file_numbers(parent.stream(stream), SHARD_NAME.pattern)
         absent: list[tuple[str, int]] = []
         for seq in range(max(listed_seqs, default=-1) + 1):
             if _take_shard(parent, target, stream, seq, rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rl_core.run_dir import RunDir, numbered, numbers, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, file_numbers, numbers, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord, WeightVersion
 
 
@@ -35,4 +35,4 @@ def read_record(run: RunDir, step: int) -> StepRecord:
 
 def recorded_steps(run: RunDir) -> list[int]:
     """Steps with a record, ascending."""
-    return [k for k, _ in numbered(run.records, r"step-(\d{9})\.json")]
+    return file_numbers(run.records, r"step-(\d{9})\.json")

@@ -25,7 +25,7 @@ from rl_core.config import Config, field_kinds
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.ledger import claimed_steps, read_end
 from rl_core.plan import VARIANTS, differing, flatten
-from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, file_numbers, put_if_absent, read_json, to_json
 from rl_core.variants import variants
 
 Changed = dict[str, tuple[Any, Any]]
@@ -59,7 +59,7 @@ def read_config(path: Path) -> Config:
 
 def current_revision(run: RunDir) -> int:
     """The newest revision; 0 for a run that was never amended. Raises BrokenFile where one before it is absent."""
-    found = [r for r, _ in numbered(run.revisions, r"rev-(\d{6})\.json")]
+    found = file_numbers(run.revisions, r"rev-(\d{6})\.json")
     if found and found[-1] != len(found):
         gap = next(r for r, there in enumerate([*found, 0], 1) if there != r)
         raise BrokenFile(f"{run.settings(gap)}: absent, but there is revision {found[-1]}; restore it")

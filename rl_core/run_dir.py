@@ -413,20 +413,29 @@ class RunDir:
         return self.root / "result.json"
 
 
+def file_numbers(directory: Path, pattern: str) -> list[int]:
+    """Numbers of the files whose name matches `pattern` (one group of digits), ascending. No path is made: a directory
+    with a file for each step is looked at thousands of times."""
+    return [number for number, _ in _matches(directory, pattern)]
+
+
 def numbered(directory: Path, pattern: str) -> Iterator[tuple[int, Path]]:
     """`(number, path)` of the files whose name matches `pattern` (one group of digits), in order of number."""
-    regex = re.compile(pattern)
+    return ((number, directory / name) for number, name in _matches(directory, pattern))
+
+
+def _matches(directory: Path, pattern: str) -> list[tuple[int, str]]:
+    match = re.compile(pattern).fullmatch
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
-        return
-    hits = [(int(hit.group(1)), directory / name) for name in names if (hit := regex.fullmatch(name))]
-    yield from sorted(hits)
+        return []
+    return sorted((int(hit.group(1)), name) for name in names if (hit := match(name)))
 
 
 def newest_attempt(run: RunDir) -> int:
     """The newest attempt's number; 0 before the first start."""
-    return max((a for a, _ in numbered(run.attempts, r"attempt-(\d{6})\.json")), default=0)
+    return max(file_numbers(run.attempts, r"attempt-(\d{6})\.json"), default=0)
 
 
 def check_attempt(run: RunDir, attempt: int) -> None:

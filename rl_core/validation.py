@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.measuring import Measuring, open_measuring
-from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, file_numbers, put_if_absent, read_json, to_json
 from rl_core.types import WeightVersion
 from rl_core.versions import pin, unpin
 
@@ -31,7 +31,7 @@ def read_table(run: RunDir, step: int) -> list[dict[str, Any]]:
 
 def validated_steps(run: RunDir) -> list[int]:
     """Steps with a validation record, ascending."""
-    return [k for k, _ in numbered(run.validations, r"step-(\d{9})\.json")]
+    return file_numbers(run.validations, r"step-(\d{9})\.json")
 
 
 class Validator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, file_numbers, put_if_absent, read_json, to_json
 from rl_core.types import WeightVersion
 
 
@@ -18,14 +18,29 @@ def read_version(run: RunDir, v: int) -> WeightVersion:
 
 def read_versions(run: RunDir) -> dict[int, WeightVersion]:
     """All versions of the run by v, in order."""
-    return {v: read_version(run, v) for v, _ in numbered(run.versions, r"v-(\d{8})\.json")}
+    return learn_versions(run, {})
+
+
+def learn_versions(run: RunDir, known: dict[int, WeightVersion]) -> dict[int, WeightVersion]:
+    """Add the run's versions that are not in `known` yet, and return it.
+
+    Manifests never change: each is read once, and once some are known only the numbers above them are looked for. One
+    that has no manifest is passed over while there are newer bytes: those that a dead attempt left (weights.publish).
+    """
+    if not known:
+        known.update({v: read_version(run, v) for v in file_numbers(run.versions, r"v-(\d{8})\.json")})
+        return known
+    v, newest = max(known) + 1, max(file_numbers(run.weights_root, r"v-(\d{8})"), default=-1)
+    while v <= newest or run.version(v).exists():
+        if run.version(v).exists():
+            known[v] = read_version(run, v)
+        v += 1
+    return known
 
 
 def newest_version(run: RunDir) -> WeightVersion | None:
     """The version with the largest v; None before the initial weights are published."""
-    last = None
-    for v, _ in numbered(run.versions, r"v-(\d{8})\.json"):
-        last = v
+    last = max(file_numbers(run.versions, r"v-(\d{8})\.json"), default=None)
     return None if last is None else read_version(run, last)
 
 
@@ -49,7 +64,7 @@ def unpin(run: RunDir, name: str, v: int) -> None:
 
 def pinned_versions(run: RunDir) -> set[int]:
     """Versions that some pin keeps."""
-    return {v for v, _ in numbered(run.pins, r"[A-Za-z0-9-]+\.v-(\d{8})\.json")}
+    return set(file_numbers(run.pins, r"[A-Za-z0-9-]+\.v-(\d{8})\.json"))
 
 
 def _pin(run: RunDir, name: str, v: int) -> Path:

@@ -26,7 +26,7 @@ from rl_core.config import Config
 from rl_core.errors import WeightsDamaged
 from rl_core.run_dir import RunDir, check_attempt, numbered
 from rl_core.types import WeightVersion
-from rl_core.versions import pinned_versions, put_version, read_version, read_versions
+from rl_core.versions import learn_versions, pinned_versions, put_version, read_versions
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED_MEMORY = Path("/dev/shm")
@@ -111,22 +111,14 @@ def load_weights(directory: Path, version: WeightVersion) -> dict[str, Tensor]:
     return tensors
 
 
-def learn_versions(run: RunDir, known: dict[int, WeightVersion]) -> dict[int, WeightVersion]:
-    """Add the run's versions that are not in `known` yet, and return it. Manifests never change: each is read once."""
-    for v, _ in numbered(run.versions, r"v-(\d{8})\.json"):
-        if v not in known:
-            known[v] = read_version(run, v)
-    return known
-
-
 def publish(run: RunDir, tensors: Mapping[str, Tensor], step: int, idx: int, attempt: int, config: Config,
             known: dict[int, WeightVersion] | None = None) -> WeightVersion:
     """Make weights behind `step` training steps a version of the run, or adopt the one that is it already.
 
     A version of the same step and digest is adopted; its bytes are written again if they are gone (shared memory after
     a reboot). Other bytes for a step that has a version take a new v (`diverged` finds them). Old bytes are pruned
-    afterwards. `known` are versions that the caller has read before (learn_versions). Raises StaleAttempt if a newer
-    attempt owns the run.
+    afterwards. `known` are versions that the caller has read before (versions.learn_versions). Raises StaleAttempt if a
+    newer attempt owns the run.
     """
     check_attempt(run, attempt)
     make_weights_root(run, config)
@@ -207,7 +199,7 @@ def prune_weights(run: RunDir, keep: int) -> list[int]:
     Bytes that never became real (no manifest) go once a newer version is. Manifests stay.
     """
     there = dict(numbered(run.weights_root, r"v-(\d{8})"))
-    real = sorted(v for v, _ in numbered(run.versions, r"v-(\d{8})\.json"))
+    real = [v for v in there if run.version(v).exists()]
     if not real:
         return []
     stay = set(real[-max(1, keep):]) | pinned_versions(run) | {v for v in there if v > real[-1]}

@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.experience.ledger import read_claim
 from rl_core.gaps import Gaps, found, merged
 from rl_core.records import read_record
-from rl_core.run_dir import RunDir, json_values, numbered
+from rl_core.run_dir import RunDir, file_numbers, json_values
 from tasks.inspection import open_run
 from tasks.paths import run_dir
 
@@ -51,7 +51,7 @@ def _open(run_key: str) -> RunDir:
 
 def _claimed(run: RunDir, run_key: str, step: int | None) -> int:
     """The step, or the newest one with a claim. Raises ConfigError where there is no such claim."""
-    claimed = [k for k, _ in numbered(run.ledger(), r"step-(\d{9})\.json")]
+    claimed = file_numbers(run.ledger(), r"step-(\d{9})\.json")
     if claimed and step is None:
         return claimed[-1]
     if step in claimed and step is not None:

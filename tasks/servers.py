@@ -40,6 +40,22 @@ main()
 """
 """`ray start` without the process behind the dashboard, which it starts even when told not to have one, for usage
 statistics that are off: 65 MB, and a second of every start."""
+PREFECT_START = """
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+@event.listens_for(Engine, "engine_connect")
+def limit_page_cache(connection):
+    known = connection.connection.info
+    if connection.dialect.name == "sqlite" and not known.get("headway.limited"):
+        known["headway.limited"] = True
+        cursor = connection.connection.cursor()
+        cursor.execute("PRAGMA cache_size = -2000")
+        cursor.close()
+from uvicorn import main
+main()
+"""
+"""Prefect's application on uvicorn. Prefect gives each connection to SQLite a page cache of 80 MB, which a long run
+fills bit by bit; SQLite's own default, 2 MB, does as well: the operating system has these pages in its cache."""
 MLFLOW_START = """
 import os
 from tasks.tracking import make_database, upgrade_database
@@ -166,8 +182,9 @@ def ray_token(home: Path) -> Path:
 
 def prefect_command(port: int) -> list[str]:
     """Prefect's application on uvicorn, as `prefect server start` runs it; without the CLI it is up a third sooner."""
-    return [sys.executable, "-P", "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host", HOST,
-            "--port", str(port), "--log-level", "warning", "--timeout-keep-alive", "60", "--lifespan", "on"]
+    return [sys.executable, "-P", "-c", PREFECT_START, "--factory", "prefect.server.api.server:create_app",
+            "--host", HOST, "--port", str(port), "--log-level", "warning", "--timeout-keep-alive", "60",
+            "--lifespan", "on"]
 
 
 def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:

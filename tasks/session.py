@@ -37,7 +37,7 @@ from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import current_revision
 from rl_core.rollout.prompts import PromptSource
 from rl_core.rollout.pump import Pump
-from rl_core.run_dir import OwnerLock, RunDir, numbered, replace_file, self_test, to_json
+from rl_core.run_dir import OwnerLock, RunDir, file_numbers, replace_file, self_test, to_json
 from rl_core.run_identity import RunIdentity, check_inputs, open_identity, refuse_to_amend_nothing
 from rl_core.schedules import is_scheduled_checkpoint
 from rl_core.types import StepRecord
@@ -219,7 +219,7 @@ class Session:
     def _last_checkpoint(self, deadline_s: float) -> None:
         """If the newest is older than `checkpoint.on_stop_after` steps. What does not fit is trained again."""
         after, done = self.config.checkpoint.on_stop_after, recorded_steps(self.run)
-        newest = max((n for n, _ in numbered(self.run.checkpoints, r"n-(\d{9})")), default=0)
+        newest = max(file_numbers(self.run.checkpoints, r"n-(\d{9})"), default=0)
         if after is None or not done or not hasattr(self, "learner") or done[-1] + 1 - newest <= after:
             return
         self.progress.set(state="stopping")
@@ -349,7 +349,7 @@ def _bring_up(session: Session) -> None:
 
 def _note_damage(session: Session) -> None:
     """A checkpoint that was passed over is said where people look; the learner's log says what is wrong with it."""
-    newest = max((n for n, _ in numbered(session.run.checkpoints, r"n-(\d{9})")), default=0)
+    newest = max(file_numbers(session.run.checkpoints, r"n-(\d{9})"), default=0)
     if newest > session.learner.restored:
         session.progress.set(note=f"checkpoint {newest} is damaged: trained again from step "
                                   f"{session.learner.restored}, see {session.run.logs / 'learner-0.log'}")

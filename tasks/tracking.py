@@ -16,10 +16,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -29,7 +30,7 @@ from rl_core.metrics import is_tracked, tracked_names, validation_metrics
 from rl_core.observations import observed_steps, put_observation, read_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import revisions
-from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, file_numbers, numbered, put_if_absent, read_json, to_json
 from tasks.destination import Destination as Destination
 from tasks.destination import destination as destination
 from tasks.destination import flatten, redact, redact_in, resolved
@@ -81,6 +82,10 @@ class _Source:
     """A metric that every step of this source has: its last step in MLflow is where the replay begins. None: all is
     replayed (few, and not always in order)."""
     steps: Callable[[], list[int]]
+    """All that there are; they are listed when a start begins and when it ends."""
+    place: Callable[[int], Path] | None
+    """The file of a step, where steps follow one another: then the next ones are looked for by their names. A listing
+    of all of them, thousands of times, would be most of the work of a long run."""
     load: Callable[[int], tuple[dict[str, float], int]]
 
 
@@ -98,10 +103,16 @@ def _sources(run: RunDir) -> tuple[_Source, ...]:
         return _tracked(validation_metrics(stored)), int(stored["ts_us"])
 
     return (
-        _Source(tracked_names("learner")[0], lambda: recorded_steps(run), record),
-        _Source(tracked_names("owner")[0], lambda: observed_steps(run), observation),
-        _Source(None, lambda: [k for k, _ in numbered(run.validations, r"step-(\d{9})\.json")], validation),
+        _Source(tracked_names("learner")[0], lambda: recorded_steps(run), run.record, record),
+        _Source(tracked_names("owner")[0], lambda: observed_steps(run), run.observation, observation),
+        _Source(None, lambda: file_numbers(run.validations, r"step-(\d{9})\.json"), None,
+                validation),
     )
+
+
+def _following(place: Callable[[int], Path], done: set[int]) -> Iterator[int]:
+    """Steps behind the last one that is done, as far as they have a file."""
+    return takewhile(lambda k: place(k).exists(), count(max(done) + 1))
 
 
 def _tracked(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -164,16 +175,19 @@ class _Mirror:
         self._client.update_run(self.run_id, status="RUNNING")
         self._describe(found)
         self._sources = {source: self._replayed(source) for source in _sources(run)}
+        self._looked = False
         self._tables = self._stored_tables()
 
-    def replay(self) -> None:
-        """Everything that is committed and not in MLflow goes there, oldest first, in as few calls as may be."""
+    def replay(self, *, whole: bool = False) -> None:
+        """Everything that is committed and not in MLflow goes there, oldest first, in as few calls as may be. `whole`:
+        also what was committed out of its order, as does the first time."""
+        whole = whole or not self._looked
         from mlflow.entities import Metric
 
         batch: list[Metric] = []
         marks: list[tuple[set[int], int]] = []
         for source, done in self._sources.items():
-            for k in source.steps():
+            for k in _following(source.place, done) if source.place and done and not whole else source.steps():
                 if k in done:
                     continue
                 metrics, ts_us = source.load(k)
@@ -183,6 +197,7 @@ class _Mirror:
                 batch += [Metric(name, value, ts_us // 1000, k) for name, value in metrics.items()]
                 marks.append((done, k))
         self._send(batch, marks)
+        self._looked = True
         self._put_tables()
 
     def _put_tables(self) -> None:
@@ -425,7 +440,7 @@ class Tracker:
     def _pass(self, closing: Status | None) -> None:
         if self._mirror is None:
             self._mirror = _Mirror(self._run, self._config, self.where, self._tags)
-        self._mirror.replay()
+        self._mirror.replay(whole=closing is not None)
         while self._files:
             self._mirror.log_artifact(*self._files[0])
             self._files.popleft()

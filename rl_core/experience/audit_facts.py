@@ -22,7 +22,7 @@ from rl_core.experience.ledger import (
 )
 from rl_core.experience.outcomes import outcome_ids, read_outcome
 from rl_core.experience.shards import map_shard, shard_key, verify_shard
-from rl_core.run_dir import RunDir, numbered, read_json
+from rl_core.run_dir import RunDir, file_numbers, read_json
 from rl_core.types import Claim, Drop, Outcome
 
 Place = tuple[int, int]
@@ -78,7 +78,7 @@ def read_facts(run: RunDir, consumer: str = CONSUMER) -> Facts:
     """A live run writes meanwhile. What follows from something is read after it, so that nothing seems to be missing:
     claims after the ends and revisions before them, rows after the claims that name them, the ends of tries after the
     rows of later tries."""
-    newest = max((r for r, _ in numbered(run.revisions, r"rev-(\d{6})\.json")), default=0)
+    newest = max(file_numbers(run.revisions, r"rev-(\d{6})\.json"), default=0)
     ends = {r: end for r in range(newest + 1) if (end := read_end(run, r, consumer)) is not None}
     facts = Facts(end=ends.get(newest), ends=ends)
     _read_claims(run, facts, consumer)

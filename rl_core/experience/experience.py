@@ -44,9 +44,9 @@ from rl_core.experience.positions import Slot
 from rl_core.experience.retirement import Retirement, finish_retirement, retire
 from rl_core.experience.snapshots import put_snapshot
 from rl_core.experience.staleness import DROP_REASONS
-from rl_core.run_dir import RunDir, check_attempt, numbered
-from rl_core.types import Claim, Landed, Outcome, group_id, parse_group_id
-from rl_core.versions import read_versions
+from rl_core.run_dir import RunDir, check_attempt
+from rl_core.types import Claim, Landed, Outcome, WeightVersion, group_id, parse_group_id
+from rl_core.versions import learn_versions
 
 LOG = logging.getLogger("headway.experience")
 POLL_S = 0.5
@@ -77,6 +77,7 @@ class Experience:
         self._failure: BaseException | None = None
         self._closed = False
         self._prompt_idx: Callable[[int, int], int] | None = None
+        self._known_versions: dict[int, WeightVersion] = {}
         self._idx_of_version: dict[int, int] = {}
         self._hold: tuple[int, float] | None = None
         self._goal = goal
@@ -273,9 +274,9 @@ class Experience:
 
     def _versions(self) -> dict[int, int]:
         """Publication index by version id; read only where tokens are masked by age."""
-        if self.index.rule.policy == "mask" and len(self._idx_of_version) < sum(
-                1 for _ in numbered(self.run.versions, r"v-(\d{8})\.json")):
-            self._idx_of_version = {v: version.idx for v, version in read_versions(self.run).items()}
+        if self.index.rule.policy == "mask" and len(learn_versions(self.run, self._known_versions)) > len(
+                self._idx_of_version):
+            self._idx_of_version = {v: version.idx for v, version in self._known_versions.items()}
         return self._idx_of_version
 
     def _enough(self, step: int) -> bool:

@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rl_core.errors import BrokenFile
-from rl_core.run_dir import RunDir, check_attempt, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, check_attempt, file_numbers, numbered, put_if_absent, read_json, to_json
 from rl_core.types import Claim, ClaimedGroup, Drop, Segment
 
 CONSUMER = "learner"
@@ -129,7 +129,7 @@ def read_claim(run: RunDir, step: int, consumer: str = CONSUMER) -> Claim:
 
 def claimed_steps(run: RunDir, consumer: str = CONSUMER) -> list[int]:
     """Steps that have a claim, ascending. Raises BrokenFile naming the gap if they are not 0, 1, 2, ..."""
-    steps = [k for k, _ in numbered(run.ledger(consumer), r"step-(\d{9})\.json")]
+    steps = file_numbers(run.ledger(consumer), r"step-(\d{9})\.json")
     if steps and steps[-1] != len(steps) - 1:
         gap = next(k for k, step in enumerate(steps) if k != step)
         raise BrokenFile(f"{run.claim(gap, consumer)}: absent, but step {steps[-1]} has a claim; the ledger has a gap")
@@ -211,7 +211,7 @@ def _put_next(run: RunDir, kind: Literal["drops", "retired"], step: int, content
     """Create the next `<kind>-<step>-<i>.json`, i from 0; returns it. Raises StaleAttempt."""
     check_attempt(run, attempt)
     place = {"drops": run.drops, "retired": run.retired}[kind]
-    taken = [i for i, _ in numbered(run.ledger(consumer), rf"{kind}-{step:09d}-(\d{{6}})\.json")]
+    taken = file_numbers(run.ledger(consumer), rf"{kind}-{step:09d}-(\d{{6}})\.json")
     i = max(taken, default=-1) + 1
     while True:
         payload = {"step": step, "i": i, "attempt": attempt, **content, "ts_us": time.time_ns() // 1000}
@@ -288,7 +288,7 @@ def _spans(shards: Sequence[tuple[str, int]]) -> list[list[Any]]:
 
 def retired_below(run: RunDir, consumer: str = CONSUMER) -> int:
     """The largest R that shards were retired behind: steps from there on have all of theirs. By file names alone."""
-    return max((step for step, _ in numbered(run.ledger(consumer), r"retired-(\d{9})-\d{6}\.json")), default=0)
+    return max(file_numbers(run.ledger(consumer), r"retired-(\d{9})-\d{6}\.json"), default=0)
 
 
 def read_retired(run: RunDir, consumer: str = CONSUMER) -> Retired:

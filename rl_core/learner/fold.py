@@ -42,7 +42,8 @@ from rl_core.revisions import config_of, trained_by
 from rl_core.run_dir import RunDir
 from rl_core.schedules import learning_rate
 from rl_core.types import Claim, WeightVersion
-from rl_core.weights import changed_share, learn_versions
+from rl_core.versions import learn_versions
+from rl_core.weights import changed_share
 
 NAN = float("nan")
 

@@ -42,7 +42,7 @@ from rl_core.metrics import BY_NAME, is_of_step
 from rl_core.plan import check, differing, resolve
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import config_of, current_revision
-from rl_core.run_dir import RunDir, numbered, read_json
+from rl_core.run_dir import RunDir, file_numbers, numbered, read_json
 from rl_core.schedules import is_scheduled_publication
 from rl_core.types import StepRecord
 from rl_core.weights import digest_tensors
@@ -159,7 +159,7 @@ class Sources:
 
     def steps(self) -> list[int]:
         """Every step with a claim or a record."""
-        claimed = {k for k, _ in numbered(self._run.ledger(), r"step-(\d{9})\.json")}
+        claimed = set(file_numbers(self._run.ledger(), r"step-(\d{9})\.json"))
         return sorted(claimed | self._recorded)
 
     def of(self, step: int) -> Replayable:

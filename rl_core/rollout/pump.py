@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from rl_core.config import Config
@@ -34,7 +35,7 @@ from rl_core.experience.leases import Leased
 from rl_core.experience.shards import sweep_tmp
 from rl_core.run_dir import RunDir, check_attempt
 from rl_core.types import Landed, Lease, Prompt, Sampling, WeightVersion, WorkerEvents, WorkerStatus
-from rl_core.versions import read_version, read_versions
+from rl_core.versions import learn_versions, read_version
 
 CancelAnswer = Literal["cancelled", "landed", "unknown"]
 
@@ -128,7 +129,7 @@ class Pump:
         self._closing = False
         self._restarts = 0
         self._newest: WeightVersion | None = None
-        self._last_v = -1
+        self._versions: dict[int, WeightVersion] = {}
         self._threads: list[threading.Thread] = []
 
     # -- the main loop
@@ -391,17 +392,12 @@ class Pump:
 
     def _newest_version(self) -> WeightVersion | None:
         """By (idx, v): after a divergence an index has two versions, and the later one counts."""
-        if self._last_v < 0:
-            for version in read_versions(self._run).values():
-                self._see_version(version)
-        while self._run.version(self._last_v + 1).exists():
-            self._see_version(read_version(self._run, self._last_v + 1))
+        seen = len(self._versions)
+        learn_versions(self._run, self._versions)
+        for version in islice(reversed(self._versions.values()), len(self._versions) - seen):
+            if self._newest is None or (version.idx, version.v) > (self._newest.idx, self._newest.v):
+                self._newest = version
         return self._newest
-
-    def _see_version(self, version: WeightVersion) -> None:
-        self._last_v = max(self._last_v, version.v)
-        if self._newest is None or (version.idx, version.v) > (self._newest.idx, self._newest.v):
-            self._newest = version
 
     def _acknowledge(self, worker: _Worker, link: WorkerLink, version: WeightVersion, digest: str) -> None:
         if digest != version.digest:

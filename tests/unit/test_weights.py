@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.config import Config, StorageConfig, WeightsConfig
 from rl_core.errors import StaleAttempt, WeightsDamaged
 from rl_core.run_dir import RunDir
-from rl_core.versions import pin, read_versions, unpin
+from rl_core.versions import learn_versions, pin, read_versions, unpin
 from rl_core.weights import changed_share, digest_tensors, diverged, load_weights, prune_weights, publish, write_weights
 from tests.learning import start_attempt, write_model
 
@@ -102,6 +102,21 @@ def test_bytes_left_without_a_manifest_by_a_kill_are_adopted_if_equal_and_never_
     version = publish(run, tensors(0), 0, 0, 1, CONFIG)
     assert version.v == 1
     assert digest_tensors(load_file(run.weights(1) / "model.safetensors").items()) == version.digest
+
+
+def test_versions_are_learned_one_by_one_over_numbers_that_never_became_real(run):
+    """What a reader knows is not read again; bytes that a dead attempt left take a number with them."""
+    known = {}
+    for step in range(3):
+        publish(run, tensors(step), step, step, 1, CONFIG, known)
+        assert list(learn_versions(run, known)) == list(range(step + 1))
+    reader = learn_versions(run, {})
+    assert reader == known
+    write_weights(run.weights(3), tensors(99))
+    assert publish(run, tensors(3), 3, 3, 1, CONFIG, known).v == 4
+    run.version(1).unlink()
+    assert list(learn_versions(run, reader)) == [0, 1, 2, 4]
+    assert learn_versions(run, known) == reader
 
 
 def test_an_older_attempt_publishes_nothing(run):
