@@ -258,7 +258,8 @@ def prefect_answers(api_url: str, auth: str | None) -> bool:
     return prefect_call(api_url, auth, "GET", "/admin/version") is not None
 
 
-def prefect_call(api_url: str, auth: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def prefect_call(api_url: str, auth: str | None, method: str, path: str,
+                 body: dict[str, Any] | list[Any] | None = None) -> Any:
     """What a Prefect server answers, parsed; None where it does not, refuses, or does not know what is asked for."""
     where = urlsplit(api_url)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
@@ -342,7 +343,10 @@ def ray_command(port: int, scratch: str) -> list[str]:
     command = [sys.executable, "-P", "-c", RAY_START, "start", "--head", "--block", f"--node-ip-address={HOST}",
                f"--port={port}", f"--temp-dir={scratch}", f"--num-cpus={RAY_CPUS}",
                f"--object-store-memory={RAY_OBJECT_STORE_BYTES}", "--include-dashboard=false", "--no-monitor",
-               "--include-log-monitor=false", "--disable-usage-stats", "--dashboard-agent-listen-port=0"]
+               "--include-log-monitor=false", "--disable-usage-stats", "--dashboard-agent-listen-port=0",
+               # Workers take ports that the system gives them. By default each head hands out 10002, 10003, ... and looks
+               # whether one is free long before a worker has it: runs that start together would give the same one.
+               "--min-worker-port=0", "--max-worker-port=0"]
     if importlib.util.find_spec("grpc") is not None:  # only then does Ray open its client port, else at a fixed number
         command.append(f"--ray-client-server-port={free_port()}")
     return command
