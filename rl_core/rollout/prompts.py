@@ -29,11 +29,28 @@ __all__ = ["PromptSource", "Tokenizer", "as_prompt", "epoch_order", "load_tokeni
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The tokenizer of a local Hugging Face directory; no network, no remote code."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a local Hugging Face directory; no network, no remote code.
 
-    load = cast(Any, AutoTokenizer).from_pretrained
+    One of no class of its own is loaded as what AutoTokenizer would make of it, without AutoTokenizer, which imports
+    torch: two seconds of every start.
+    """
+    if _has_no_class(model_dir):
+        from transformers import PreTrainedTokenizerFast as Loaded
+    else:
+        from transformers import AutoTokenizer as Loaded
+
+    load = cast(Any, Loaded).from_pretrained
     return cast(Tokenizer, load(str(model_dir), local_files_only=True, trust_remote_code=False))
+
+
+def _has_no_class(model_dir: Path) -> bool:
+    """Whether tokenizer.json is all there is to it; False where that cannot be read, which AutoTokenizer then says."""
+    try:
+        settings = dict[str, Any](json.loads((model_dir / "tokenizer_config.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return False
+    return (model_dir / "tokenizer.json").is_file() and "auto_map" not in settings \
+        and settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def read_vocab_size(model_dir: Path) -> int:

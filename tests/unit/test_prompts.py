@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError
@@ -207,3 +210,22 @@ def test_a_chat_needs_a_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     jsonl(path, user("a"))
     with pytest.raises(ConfigError, match=r"d.jsonl:1: a chat prompt needs a tokenizer with a chat template"):
         PromptSource(with_data(train=str(path)), base)
+
+
+NO_TORCH = """
+import sys
+from pathlib import Path
+from rl_core.rollout.prompts import load_tokenizer
+load_tokenizer(Path(sys.argv[1]))
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_tokenizer_of_no_class_is_what_auto_tokenizer_makes_of_it_and_needs_no_torch(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 256)
+    subprocess.run([sys.executable, "-c", NO_TORCH, str(tmp_path)], check=True, cwd=Path(__file__).parents[2])
+    ours: Any = load_tokenizer(tmp_path)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert type(ours) is type(theirs) and ours.init_kwargs == theirs.init_kwargs
+    assert ours.get_vocab() == theirs.get_vocab() and ours.all_special_ids == theirs.all_special_ids
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
