@@ -29,16 +29,18 @@ PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu and not sglang and no
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev sglang quickstart test test-runs test-services test-browser test-sglang test-all chaos soak lint bench lock clean
+.PHONY: help venv dev sglang quickstart test test-algorithms test-runs test-services test-browser screenshots test-sglang test-all chaos soak lint bench lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
 	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
 	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (three minutes)'
+	@echo 'make test-algorithms  whole runs of estimators, losses and models beside the policy (at most 20 minutes)'
 	@echo 'make sglang       the environment of an SGLang server without a GPU, about 3 GB, and two minutes'
 	@echo 'make test-sglang  what is promised of real SGLang servers, against them (at most eight minutes)'
 	@echo 'make test-services  kept servers, deployments, and what happens when they are killed (at most 15 minutes)'
 	@echo 'make test-browser   the pages in a headless Chromium, which it installs where it may'
+	@echo 'make screenshots  the pictures of docs/images, of two short runs (about five minutes)'
 	@echo 'make test-all     the slow ones too'
 	@echo 'make chaos        kill every process at every moment, hang every part, and the mutants: about an hour on two cores'
 	@echo 'make soak         2,000 steps, watched for what grows (HEADWAY_SOAK_STEPS)'
@@ -66,6 +68,10 @@ test-runs: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 $(BY_FILE) \
 		$(addprefix tests/pipeline/test_,starts.py afternoon.py wheel.py) $(PYTEST_ARGS)
 
+# Whole runs on a small model, one after the other, each replayed.
+test-algorithms: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m algorithms tests/pipeline tests/unit tests/contract/test_hooks.py $(PYTEST_ARGS)
+
 test-sglang: $(DEV_STAMP) $(SGLANG_STAMP)
 	$(BIN)/python -m pytest -m 'sglang and not slow and not gpu' tests/contract $(PYTEST_ARGS)
 
@@ -73,14 +79,13 @@ test-services: $(DEV_STAMP)
 	@$(PIP) install -qq $(CONSTRAIN) -e '.[postgres]' || echo 'psycopg could not be installed: tests of PostgreSQL are skipped'
 	$(BIN)/python -m pytest -m 'services and not browser' tests/services $(PYTEST_ARGS)
 
-# A Chromium of the system: playwright's own would come from outside of every package index.
 test-browser: $(DEV_STAMP)
-	@$(PIP) install -qq $(CONSTRAIN) -e '.[browser]' || \
-		{ echo 'playwright could not be installed from the package index: no browser can be driven'; exit 1; }
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
-		{ echo 'installing chromium by apt-get'; apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
-		{ echo 'no Chromium is here, and apt-get could not install one: sudo apt-get install chromium'; exit 1; }
+	$(need_browser)
 	$(BIN)/python -m pytest -m browser tests/services $(PYTEST_ARGS)
+
+screenshots: $(DEV_STAMP)
+	$(need_browser)
+	$(BIN)/python tests/screenshots.py docs/images
 
 test-all: $(DEV_STAMP) $(SGLANG_STAMP)
 	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
@@ -166,4 +171,13 @@ elif echo 'torch: asking for a CPU build (about 200 MB)' && $(PIP) install -qq -
 else \
 	echo 'torch: no CPU build within reach; about 3 GB will come (the CUDA build, which works without a device)'; \
 fi
+endef
+
+# A Chromium of the system: playwright's own would come from outside of every package index.
+define need_browser
+@$(PIP) install -qq $(CONSTRAIN) -e '.[browser]' || \
+	{ echo 'playwright could not be installed from the package index: no browser can be driven'; exit 1; }
+@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	{ echo 'installing chromium by apt-get'; apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	{ echo 'no Chromium is here, and apt-get could not install one: sudo apt-get install chromium'; exit 1; }
 endef

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flows.command import FAILED, failed, hush, show
+from flows.command import answer, hush
 from flows.presets import DEFAULT, load_preset
 from rl_core.errors import ConfigError, DataError, DeadlinePassed
 from rl_core.plan import merge, parse_overrides, resolve
@@ -17,6 +17,12 @@ HEAD, TAIL = 24, 16
 def check_files(files: Sequence[str], preset: str, overrides: Sequence[str], *, row: int, as_json: bool) -> int:
     """Run `headway data check`; returns its exit code. Without files: `data.train` of the settings."""
     hush()
+    return answer(lambda: _checked(files, preset, overrides, row), report_lines, as_json=as_json,
+                  holds=lambda report: report["holds"])
+
+
+def _checked(files: Sequence[str], preset: str, overrides: Sequence[str], row: int) -> dict[str, Any]:
+    """Raises DataError or ConfigError with everything that there is to say of them."""
     given: dict[str, Any] = {}
     try:
         given = parse_overrides(overrides)
@@ -25,11 +31,9 @@ def check_files(files: Sequence[str], preset: str, overrides: Sequence[str], *, 
         config = resolve(load_preset(preset), given)
         from tasks.data_check import check_data
 
-        report = check_data(config, row=row)
-    except (ConfigError, DataError, DeadlinePassed) as error:
-        return failed("\n".join([str(error), *_toy(str(error), preset, given)]))
-    show(report, report_lines, as_json=as_json)
-    return 0 if report["holds"] else FAILED
+        return check_data(config, row=row)
+    except (ConfigError, DataError, DeadlinePassed) as error:  # rows that do not come in time are none
+        raise DataError("\n".join([str(error), *_toy(str(error), preset, given)])) from error
 
 
 def _toy(why: str, preset: str, given: dict[str, Any]) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.command import FAILED, failed, show
+from flows.command import answer
 from flows.console import clean
 from flows.presets import load_preset
-from rl_core.errors import ConfigError, DataError, DeadlinePassed
+from rl_core.errors import DataError, DeadlinePassed
 from rl_core.plan import merge, parse_overrides, resolve
 
 WIDTHS = {"row": 24, "of": 13, "answer": 24, "reward": 8, "correct": 7, "extracted": 16, "ms": 8}
@@ -17,18 +17,21 @@ COMPLETE = 60
 
 def show_trial(reward: str, preset: str, set_: list[str], *, data: str | None, rows: int, as_json: bool) -> int:
     """Try a reward on the first rows; 1 if it would fail answers in a run, 2 if it cannot be tried."""
+    return answer(lambda: _tried(reward, preset, set_, data, rows), report_lines, as_json=as_json,
+                  holds=lambda report: report["holds"])
+
+
+def _tried(reward: str, preset: str, set_: list[str], data: str | None, rows: int) -> dict[str, Any]:
     from tasks.reward_trial import try_reward, whole_target
 
+    chosen: dict[str, Any] = {"reward": whole_target(reward)}
+    if data is not None:
+        chosen["data"] = {"train": data}
+    config = resolve(load_preset(preset), merge(parse_overrides(set_), chosen))
     try:
-        chosen: dict[str, Any] = {"reward": whole_target(reward)}
-        if data is not None:
-            chosen["data"] = {"train": data}
-        config = resolve(load_preset(preset), merge(parse_overrides(set_), chosen))
-        report = try_reward(config, rows)
-    except (ConfigError, DataError, DeadlinePassed) as error:
-        return failed(error)
-    show(report, report_lines, as_json=as_json)
-    return 0 if report["holds"] else FAILED
+        return try_reward(config, rows)
+    except DeadlinePassed as error:  # rows that do not come in time are none
+        raise DataError(str(error)) from error
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:

@@ -11,6 +11,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 reward_app = typer.Typer(no_args_is_help=True, help="Rewards: try one before a run is built on it.")
 app.add_typer(reward_app, name="reward")
+hook_app = typer.Typer(no_args_is_help=True, help="Functions of your own: try one before a run is built on it.")
+app.add_typer(hook_app, name="hook")
 data_app = typer.Typer(no_args_is_help=True, help="Data sets: look at one before a run is built on it.")
 app.add_typer(data_app, name="data")
 services_app = typer.Typer(no_args_is_help=True, help="Prefect server, MLflow server and worker, kept alive.")
@@ -79,8 +81,17 @@ def plan(preset: OwnPreset = None, set_: Set = [], run_key: RunKey = None, amend
 
 
 @app.command()
-def status(run_key: Key, json_: Json = False) -> None:
+def status(run_key: Key,
+           watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until the run ends; with --json a "
+                                                               "line each time.")] = False,
+           every: Annotated[float | None, typer.Option("--every", min=0.1, metavar="SECONDS", help="Of --watch; else "
+                                                       "0.5 on a terminal, 5 elsewhere.")] = None,
+           json_: Json = False) -> None:
     """What the run is doing, or how it ended."""
+    if watch or every is not None:
+        from flows.watching import watch_status
+
+        raise typer.Exit(watch_status(run_key, asked=watch, every_s=every, as_json=json_))
     from flows.looking import show_status
 
     raise typer.Exit(show_status(run_key, as_json=json_))
@@ -115,11 +126,20 @@ def inspect(run_key: Key,
                                                      "largest reward, of --step or of all that landed.")] = None,
             worst: Annotated[int | None, typer.Option("--worst", min=1, metavar="N", help="Those with the "
                                                                                           "smallest.")] = None,
+            validation: Annotated[int | None, typer.Option("--validation", min=0, metavar="N", help="The answers that "
+                                                           "the validation after N training steps keeps.")] = None,
+            html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page to look through "
+                                                     "instead, of --step or --validation; a file that does not exist."
+                                                     )] = None,
+            logprobs: Annotated[bool, typer.Option("--logprobs", help="With --html of a step: train it again, offline, "
+                                                   "and show the learner's log-probs of its tokens.")] = False,
             json_: Json = False) -> None:
-    """Prompts, answers, rewards and weight versions: of a training step, of a group, or the best and worst."""
+    """Prompts, answers, rewards and weight versions: of a training step, a group, a validation, or the best and worst.
+    """
     from flows.looking import show_answers
 
-    raise typer.Exit(show_answers(run_key, step=step, group=group, best=best, worst=worst, as_json=json_))
+    raise typer.Exit(show_answers(run_key, step=step, group=group, best=best, worst=worst, validation=validation,
+                                  html=html, logprobs=logprobs, as_json=json_))
 
 
 @app.command()
@@ -155,6 +175,29 @@ def explain(run_key: Key,
     from flows.explaining import explain_policy
 
     raise typer.Exit(explain_policy(run_key, policy=policy, bound=bound, hard_max=hard_max, as_json=json_))
+
+
+@app.command()
+def compare(run_keys: Annotated[list[str], typer.Argument(metavar="RUN_KEY...", help="Keys of runs; the others are "
+                                                          "compared with the first.")],
+            plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Learning curves and held-out "
+                                                     "accuracy of all, as .html or .png.")] = None,
+            json_: Json = False) -> None:
+    """Held-out accuracy, throughput, staleness, waste and reward of runs, with 95 % intervals of the differences."""
+    from flows.comparing import show_comparison
+
+    raise typer.Exit(show_comparison(run_keys, plot=plot, as_json=json_))
+
+
+@app.command()
+def timeline(run_key: Key,
+             out: Annotated[str, typer.Option("--out", metavar="FILE", help="A page to look at (.html), or a trace for "
+                                              "Perfetto and chrome://tracing (.json).")],
+             json_: Json = False) -> None:
+    """What each part of a run did when, worker by worker, with weight versions; also while the run goes on."""
+    from flows.timing import write_timeline
+
+    raise typer.Exit(write_timeline(run_key, out, as_json=json_))
 
 
 @app.command()
@@ -211,11 +254,18 @@ def deploy(directory: Annotated[str | None, typer.Option("--directory", help="Wh
                                                                              "else here.")] = None,
            prefect_file: Annotated[str | None, typer.Option("--prefect-file", metavar="FILE", help="Deployments of "
                                                             "your own; else Headway's.")] = None,
+           cron: Annotated[str | None, typer.Option("--cron", metavar="'M H D M W'", help="When nightly/nightly runs; "
+                                                    "none takes its schedule away. Without it, it stays.")] = None,
+           timezone: Annotated[str | None, typer.Option("--timezone", help="Of --cron, as in Europe/Berlin; else UTC."
+                                                        )] = None,
+           param: Annotated[list[str], typer.Option("--param", metavar="NAME=VALUE", help="Parameter of nightly/"
+                                                    "nightly, null takes it away; may be repeated.")] = [],  # noqa: B006
            json_: Json = False) -> None:
-    """Register the deployments with the kept Prefect server."""
+    """Register the deployments with the kept Prefect server, and schedule the nightly."""
     from flows.deploying import deploy as register
 
-    raise typer.Exit(register(directory=directory, prefect_file=prefect_file, as_json=json_))
+    raise typer.Exit(register(directory=directory, prefect_file=prefect_file, cron=cron, timezone=timezone,
+                              params=param, as_json=json_))
 
 
 @services_app.command("up")
@@ -261,6 +311,19 @@ def services_doctor(json_: Json = False) -> None:
     from flows.serving import show_diagnosis
 
     raise typer.Exit(show_diagnosis(as_json=json_))
+
+
+@hook_app.command("test")
+def hook_test(
+    hook: Annotated[str, typer.Argument(metavar="[KIND=]FILE:FUNCTION", help="`./mine.py:loss`, or `loss=./mine.py:f`; "
+                                        "kinds are reward, group_filter, sampler, environment, advantage, loss, "
+                                        "correction and metrics.")],
+    json_: Json = False,
+) -> None:
+    """Try a function of yours against the contract of its kind: 1 if it does not keep it."""
+    from flows.trying_hooks import show_hook_trial
+
+    raise typer.Exit(show_hook_trial(hook, as_json=json_))
 
 
 @reward_app.command("test")

@@ -1,6 +1,7 @@
 """What all commands share: exit codes, error lines, the report as words or as JSON, quiet libraries, SIGTERM.
 
-Imports nothing heavy: the first line of a command is out before anything is loaded.
+The contract is in docs/cli.md: which error is which exit code is said here, in one place, by `guarded`. Imports nothing
+heavy: the first line of a command is out before anything is loaded.
 """
 
 from __future__ import annotations
@@ -14,9 +15,24 @@ from types import FrameType
 from typing import Any
 
 from flows.console import Console
+from rl_core.errors import (
+    BrokenFile,
+    ConfigError,
+    DataError,
+    DeadPart,
+    NoExclusiveCreate,
+    ReplayUnavailable,
+    RewardError,
+    RunEnded,
+    RunIsAlive,
+)
 
 REFUSED, FAILED, INTERRUPTED, TERMINATED, OUT_OF_TIME = 2, 1, 130, 143, 124
 """Exit codes; 0 is completed. REFUSED: nothing was started. OUT_OF_TIME: max_wall_time, as timeout(1) has it."""
+USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFile, ReplayUnavailable)
+"""REFUSED: the message says what to do."""
+WENT_WRONG = (DeadPart, RewardError, RunEnded, OSError)
+"""FAILED: something did not do its part."""
 QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
@@ -45,12 +61,37 @@ def failed(why: str | BaseException, code: int = REFUSED) -> int:
     return code
 
 
-def show(report: Mapping[str, Any], lines: Callable[[Any], Sequence[str]], *, as_json: bool) -> None:
-    """A report for people, or as one line of JSON."""
-    if as_json:
-        print(json.dumps(report, allow_nan=False), file=sys.stdout)
-    else:
+def show(report: Mapping[str, Any], lines: Callable[[Any], Sequence[str]], *, as_json: bool,
+         both: bool = False) -> None:
+    """A report for people, or as one line of JSON. `both`: with JSON the words come before it."""
+    if both or not as_json:
         Console().lines(lines(report))
+    if as_json:
+        print(json.dumps(report, allow_nan=False), file=sys.stdout, flush=True)
+
+
+def guarded(work: Callable[[], int], *, stopped: str = "") -> int:
+    """Do the work of a command; returns its exit code. What keeps it from its own end is an `error:` line and a code;
+    `stopped`: what to say of Ctrl-C."""
+    try:
+        return work()
+    except USERS_TO_MEND as error:
+        return failed(error)
+    except WENT_WRONG as error:
+        return failed(error, FAILED)
+    except KeyboardInterrupt:
+        return failed(stopped, INTERRUPTED)
+
+
+def answer(read: Callable[[], Mapping[str, Any]], lines: Callable[[Any], Sequence[str]], *, as_json: bool,
+           both: bool = False, holds: Callable[[Any], bool] = lambda report: True, stopped: str = "") -> int:
+    """A command that asks and shows: `guarded`, the report of `read`, and FAILED where it does not hold."""
+    def work() -> int:
+        report = read()
+        show(report, lines, as_json=as_json, both=both)
+        return 0 if holds(report) else FAILED
+
+    return guarded(work, stopped=stopped)
 
 
 def leave_on_sigterm() -> None:

@@ -188,26 +188,27 @@ def plain_line(view: View, left_s: float | None) -> str:
     if view.part is not None:
         name, done, total = view.part
         return f"  {name} {done}/{total}"
-    facts = [f"step {view.step:>{len(str(view.total))}}/{view.total}", *_facts(view)]
+    words = [f"step {view.step:>{len(str(view.total))}}/{view.total}", *facts(view)]
     if left_s is not None and view.step < view.total:
-        facts.append(f"{duration(left_s)} left")
+        words.append(f"{duration(left_s)} left")
     if view.note:
-        facts.append(view.note)
-    return "  ".join(facts)
+        words.append(view.note)
+    return "  ".join(words)
 
 
-def _facts(view: View) -> list[str]:
+def facts(view: View) -> list[str]:
+    """The numbers that people look at first, those that are known."""
     get = view.metrics.get
-    facts: list[str] = []
+    said: list[str] = []
     if _known(get("reward/mean")):
-        facts.append(f"reward {get('reward/mean'):.3f}")
+        said.append(f"reward {get('reward/mean'):.3f}")
     if _known(view.accuracy):
-        facts.append(f"accuracy {view.accuracy:.3f}")
+        said.append(f"accuracy {view.accuracy:.3f}")
     if _known(get("staleness/mean")):
-        facts.append(f"staleness {get('staleness/mean'):.1f} max {get('staleness/max', math.nan):.0f}")
+        said.append(f"staleness {get('staleness/mean'):.1f} max {get('staleness/max', math.nan):.0f}")
     if _known(get("rollout/tokens_per_s")):
-        facts.append(f"{number(get('rollout/tokens_per_s', 0.0))} tokens/s")
-    return facts
+        said.append(f"{number(get('rollout/tokens_per_s', 0.0))} tokens/s")
+    return said
 
 
 def _busy(view: View) -> list[str]:
@@ -230,9 +231,8 @@ def picture_of(view: View, left_s: float | None, rewards: Sequence[float]) -> Re
     if left_s is not None and done < total:
         head.append(f"  {duration(left_s)} left")
     rows: list[Text] = [head]
-    facts = _facts(view)
-    if facts:
-        rows.append(Text("  ".join(facts)))
+    if said := facts(view):
+        rows.append(Text("  ".join(said)))
         rows.append(Text("  ".join([sparkline(rewards), *_busy(view)]), style="bright_black"))
     if view.note:
         rows.append(Text(clean(view.note), style="yellow"))

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.command import FAILED, failed, show
+from flows.command import answer
 from flows.console import duration
-from rl_core.errors import BrokenFile, ConfigError
 
 
 def show_diagnosis(run_key: str | None, *, fix: bool, as_json: bool) -> int:
     """Say what was found; with `fix` mend what has no live owner, and look again. 0: nothing is wrong now, 1: it is."""
     from tasks.diagnosis import diagnose
 
-    try:
+    def found() -> dict[str, Any]:
         report = diagnose(run_key)
         mended = _mended(report, run_key) if fix else {}
-        if mended:
-            report = diagnose(run_key)
-    except (ConfigError, BrokenFile) as error:
-        return failed(error)
-    report["mended"] = mended
-    show(report, lambda found: diagnosis_lines(found, one=run_key is not None), as_json=as_json)
-    return 0 if report["healthy"] else FAILED
+        return {**(diagnose(run_key) if mended else report), "mended": mended}
+
+    return answer(found, lambda report: diagnosis_lines(report, one=run_key is not None), as_json=as_json,
+                  holds=lambda report: report["healthy"])
 
 
 def _mended(report: Mapping[str, Any], run_key: str | None) -> dict[str, list[str]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.command import failed, show
+from flows.command import answer
 from flows.console import number
-from rl_core.errors import BrokenFile, ConfigError
 
 CANNOT_SAY = ("the same groups at the same steps; a run under this policy would have claimed others, trained other "
               "weights, and sampled other answers")
@@ -17,12 +16,8 @@ def explain_policy(run_key: str, *, policy: str | None, bound: str | None, hard_
     """Run `headway explain`; returns its exit code. Reads only."""
     from tasks.replaying import explained_policy
 
-    try:
-        found = explained_policy(run_key, policy=policy, bound=bound, hard_max=hard_max)
-    except (ConfigError, BrokenFile) as error:
-        return failed(error)
-    show(found, policy_lines, as_json=as_json)
-    return 0
+    return answer(lambda: explained_policy(run_key, policy=policy, bound=bound, hard_max=hard_max), policy_lines,
+                  as_json=as_json)
 
 
 def policy_lines(found: Mapping[str, Any]) -> list[str]:

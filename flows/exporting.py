@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.command import FAILED, INTERRUPTED, failed, hush, leave_on_sigterm, show
-from rl_core.errors import BrokenFile, ConfigError
+from flows.command import answer, hush, leave_on_sigterm
 
 
 def export_model(run_key: str, out: str, *, step: int | None, best: bool, by: str | None, dtype: str,
@@ -15,16 +14,13 @@ def export_model(run_key: str, out: str, *, step: int | None, best: bool, by: st
     leave_on_sigterm()  # by way of the export, which clears up
     from tasks.exporting import export_run
 
-    try:
-        report = export_run(run_key, out, step=step, best=best or by is not None, by=by, dtype=dtype)
-    except (ConfigError, BrokenFile) as error:
-        return failed(error)
-    except OSError as error:
-        return failed(f"--out {out!r}: nothing was written ({error.strerror or error})", FAILED)
-    except KeyboardInterrupt:
-        return failed("stopped; nothing was written", INTERRUPTED)
-    show(report, _lines, as_json=as_json)
-    return 0
+    def exported() -> dict[str, Any]:
+        try:
+            return export_run(run_key, out, step=step, best=best or by is not None, by=by, dtype=dtype)
+        except OSError as error:
+            raise OSError(f"--out {out!r}: nothing was written ({error.strerror or error})") from error
+
+    return answer(exported, _lines, as_json=as_json, stopped="stopped; nothing was written")
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from flows.command import FAILED, INTERRUPTED, OUT_OF_TIME, QUIET, TERMINATED, failed, hush
+from flows.command import FAILED, INTERRUPTED, OUT_OF_TIME, QUIET, TERMINATED, USERS_TO_MEND, failed, hush
 from flows.console import (
     Console,
     amendment_text,
@@ -32,7 +32,7 @@ from flows.console import (
 )
 from flows.presets import DEFAULT, base_of
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, NoExclusiveCreate, RunIsAlive
+from rl_core.errors import BrokenFile, ConfigError, DeadPart, NightFailed, RunIsAlive
 from rl_core.plan import describe, make_plan, parse_overrides, resolve
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tasks.services import Services
 
 STOPPED_BY = {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED, "max_wall_time": OUT_OF_TIME}
-USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFile)
 LOOK_EVERY_S = 0.25
 
 
@@ -152,6 +151,7 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
                                              shards_from=start.shards_from)
         start.run_key = prepared.run_key
     from tasks.inspection import is_completed, read_result
+    from tasks.night_files import waits_for_verdict
     from tasks.offline import refuse_to_sample
     from tasks.paths import headway_home, run_dir
     from tasks.preparation import check_free
@@ -163,7 +163,8 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
                                              shards_from=start.shards_from)  # it had gone on
     if start.amend and not prepared.amends:
         console.line(f"  nothing to amend: no training setting differs from those of run {start.run_key}")
-    if is_completed(run) and not prepared.amends:
+    judging = waits_for_verdict(start.run_key)  # the last run of a night, whose comparison was cut short
+    if is_completed(run) and not prepared.amends and not judging:
         return _completed(start, _tracked(start, config, read_result(run)), str(run.figures))
     check_free(run)
     console.lines([f"  {what:<18} {value}" for what, value in _rows(config, prepared)])
@@ -183,7 +184,7 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
         start.prefect_away = not flow.name
         ours = not isinstance(flow.error, RunIsAlive)  # else another start was quicker
         result = read_result(run)
-        news = {} if result == before else result
+        news = {} if result == before and not judging else result
         if start.prefect_away and not news:
             flow = _Flow("", error=_not_begun(flow.error, where))
         return _ended(start, flow, news, config)
@@ -346,6 +347,8 @@ def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -
     run, status, cause = run_dir(start.run_key), result.get("status"), flow.error
     if isinstance(cause, USERS_TO_MEND) and not isinstance(cause, BrokenFile):
         return _refused(start.console, str(cause))
+    if isinstance(cause, NightFailed):  # its run is trained, and the comparison behind it is not done
+        return _said(start, ["", f"failed: {cause}"], "completed", FAILED)
     if "completed" in (status, flow.name.lower()):
         if flow.name.lower() != "completed":
             start.console.line(f"  Prefect could not be told that the run completed: {_brief(cause)}")
@@ -382,6 +385,9 @@ def _same_command() -> list[str]:
 def _completed(start: _Start, result: dict[str, Any], figures: str) -> int:
     console, summary, ended = start.console, result["summary"], result.get("ended")
     console.lines(summary_lines(summary))
+    from tasks.night_files import verdict_lines
+
+    console.lines([f"  {line}" for line in verdict_lines(summary["run_key"])])
     if (groups := result.get("gathered")) is not None:
         console.line(f"  {groups} groups wait to be trained: headway train --run-key {summary['run_key']}")
     elif "ended" in result and ended is None:

@@ -4,53 +4,64 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.command import FAILED, failed, show
-from flows.looking_text import extreme_lines, group_lines, status_lines, step_lines
-from rl_core.errors import BrokenFile, ConfigError
+from flows.command import answer, failed, hush
+from flows.looking_text import extreme_lines, group_lines, page_lines, status_lines, step_lines, validation_lines
 
 
 def show_status(run_key: str, *, as_json: bool) -> int:
     """What the run is doing, or how it ended."""
     from tasks.inspection import run_status
 
-    return _show(run_status, run_key, as_json=as_json, lines=status_lines)
+    return answer(lambda: run_status(run_key), status_lines, as_json=as_json)
 
 
 def show_audit(run_key: str, *, as_json: bool) -> int:
     """The partition of prompts and rows; 1 if it does not hold."""
     from tasks.inspection import run_audit
 
-    return _show(run_audit, run_key, as_json=as_json, lines=_audit_lines,
-                 code=lambda report: 0 if report["holds"] else FAILED)
+    return answer(lambda: run_audit(run_key), _audit_lines, as_json=as_json, holds=lambda report: report["holds"])
 
 
-def show_answers(run_key: str, *, step: int | None, group: str | None, best: int | None, worst: int | None,
-                 as_json: bool) -> int:
-    """Prompts, answers, rewards and versions: of one training step (by default the newest), of one group, or the best
-    or worst answers of a step or of the run."""
-    given = [name for name, value in (("--group", group), ("--best", best), ("--worst", worst)) if value is not None]
-    if len(given) > 1 or (group is not None and step is not None):
-        named = [*given, *(["--step"] if step is not None and group else [])]
-        return failed(f"{' and '.join(named)} ask for different things; give --group alone, or one of --best and "
-                      "--worst, with --step or without")
-    from tasks.answers import run_extremes, run_group, run_step
+def show_answers(run_key: str, *, step: int | None = None, group: str | None = None, best: int | None = None,
+                 worst: int | None = None, validation: int | None = None, html: str | None = None,
+                 logprobs: bool = False, as_json: bool) -> int:
+    """Prompts, answers, rewards and versions: of one training step (by default the newest), of one group, of a
+    validation, or the best or worst answers of a step or of the run. `html`: the file of a page instead; `logprobs`:
+    with those of the learner."""
+    if (why := _not_together(group=group, best=best, worst=worst, validation=validation, step=step, html=html)):
+        return failed(why)
+    if logprobs and (html is None or validation is not None):
+        return failed("--logprobs computes what the learner says of a step's tokens, for its page; give it with "
+                      "--html, not with --validation")
+    from tasks import answers
 
+    if html is not None:
+        hush()
+        return answer(lambda: answers.write_step_page(run_key, step, html, logprobs=logprobs) if validation is None else
+                      answers.write_validation_page(run_key, validation, html), page_lines, as_json=as_json)
     if group is not None:
-        return _show(lambda key: run_group(key, group), run_key, as_json=as_json, lines=group_lines)
+        return answer(lambda: answers.run_group(run_key, group), group_lines, as_json=as_json)
+    if validation is not None:
+        return answer(lambda: answers.run_validation(run_key, validation), validation_lines, as_json=as_json)
     if best is not None or worst is not None:
         count = best if best is not None else worst
-        return _show(lambda key: run_extremes(key, "best" if worst is None else "worst", count or 0, step), run_key,
-                     as_json=as_json, lines=extreme_lines)
-    return _show(lambda key: run_step(key, step), run_key, as_json=as_json, lines=step_lines)
+        return answer(lambda: answers.run_extremes(run_key, "best" if worst is None else "worst", count or 0, step),
+                      extreme_lines, as_json=as_json)
+    return answer(lambda: answers.run_step(run_key, step), step_lines, as_json=as_json)
 
 
-def _show(read: Any, run_key: str, *, as_json: bool, lines: Any, code: Any = lambda report: 0) -> int:
-    try:
-        report = read(run_key)
-    except (ConfigError, BrokenFile) as error:
-        return failed(error)
-    show(report, lines, as_json=as_json)
-    return code(report)
+def _not_together(**given: Any) -> str | None:
+    """What keeps these options from being asked at once; None where nothing does."""
+    said = [f"--{name}" for name, value in given.items() if value is not None]
+    chosen = [name for name in said if name not in ("--step", "--html")]
+    alone = {"--group", "--validation"}.intersection(chosen)
+    if len(chosen) > 1 or (alone and "--step" in said):
+        return f"{' and '.join(name for name in said if name != '--html')} ask for different things; give --group or " \
+               "--validation alone, or one of --best and --worst, with --step or without"
+    if "--html" in said and chosen not in ([], ["--validation"]):
+        return f"--html writes the page of a step or a validation; give it with --step or --validation, not with " \
+               f"{chosen[0]}"
+    return None
 
 
 def _audit_lines(report: dict[str, Any]) -> list[str]:
@@ -64,6 +75,9 @@ def _audit_lines(report: dict[str, Any]) -> list[str]:
         counts = {state: n for state, n in report[key].items() if n}
         listed = ", ".join(f"{n} {state}" for state, n in counts.items())
         lines.append(f"{what:<10}{sum(counts.values()):>8}  {listed}")
+    if filtered := report["filtered"]:
+        lines.append(f"{'filtered':<10}{sum(filtered.values()):>8}  "
+                     + ", ".join(f"{n} {reason}" for reason, n in filtered.items()))
     if report["holds"]:
         return [*lines, "holds: every prompt and every landed group is in exactly one state"]
     return [*lines, f"DOES NOT HOLD: {len(report['violations'])} violations", *report["violations"][:20]]

@@ -123,6 +123,28 @@ def extreme_lines(report: Mapping[str, Any]) -> list[str]:
     return [*lines, *_gap_lines(report)]
 
 
+def validation_lines(report: Mapping[str, Any]) -> list[str]:
+    """The answers that a validation keeps, by prompt."""
+    accuracy = report["greedy_accuracy"]
+    right = "" if accuracy is None else f", greedy accuracy {accuracy:.3f} of {report['n']} prompts"
+    lines = [f"validation of {report['run_key']} after {report['validation']} steps: version {report['v']}{right}"]
+    before = None
+    for answer in report["answers"]:
+        if (asked := (answer["prompt"], answer["answer"])) != before:
+            lines += ["", f"{answer['prompt']!r}  truth {answer['answer']!r}"]
+        before = asked
+        reward = "  failed" if answer["reward"] is None else f"  {answer['reward']:+.3f}"
+        lines.append(f"{reward}  {answer['mode']:<7}  {answer['finish']:<7} {answer['text']!r}")
+    return [*lines, *_gap_lines(report)]
+
+
+def page_lines(report: Mapping[str, Any]) -> list[str]:
+    """Where the page is."""
+    size = report["bytes"]
+    return [f"{report['html']}: {f'{size / 1e6:.1f} MB' if size >= 1e6 else f'{size / 1e3:.0f} kB'}, to be opened in a "
+            "browser"]
+
+
 def _answer_line(answer: Mapping[str, Any]) -> str:
     parts = "".join(f" {name} {value:.3g}" for name, value in answer["parts"].items())
     extracted = f" = {answer['extracted']!r}" if answer["extracted"] is not None else ""

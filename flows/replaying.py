@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.command import FAILED, INTERRUPTED, failed, hush
+from flows.command import FAILED, failed, guarded, hush
 from flows.console import Console
-from rl_core.errors import BrokenFile, ConfigError, ReplayUnavailable, RunEnded
+from rl_core.errors import ConfigError, ReplayUnavailable, RunEnded
 from rl_core.plan import parse_overrides
 
 SHOWN = 12
@@ -22,7 +22,8 @@ def replay_run(run_key: str, *, steps: Sequence[int], ranges: Sequence[str], aga
     """Run `headway replay`; returns its exit code: 0 the steps are what was recorded, 1 one is not, 2 refused."""
     hush()
     console = Console()
-    try:
+
+    def work() -> int:
         if against != "recorded":
             raise ConfigError(f"--against {against!r}: there is `recorded`, the record of the step")
         chosen = steps_of(steps, ranges)
@@ -32,19 +33,18 @@ def replay_run(run_key: str, *, steps: Sequence[int], ranges: Sequence[str], aga
         if listed and overrides:
             raise ConfigError("--set: is for steps; give --step with it")
         changes = parse_overrides(overrides)
-        if listed:
-            return _list(console, run_key, as_json=as_json)
-        if changes:
-            return _try(console, run_key, chosen, changes, as_json=as_json)
-        return _replay(console, run_key, chosen, as_json=as_json)
-    except ReplayUnavailable as error:
-        return failed("\n".join(f"ReplayUnavailable: {line}" for line in str(error).splitlines()))
-    except (ConfigError, BrokenFile) as error:
-        return failed(error)
-    except RunEnded as error:
-        return failed(f"{type(error).__name__}: {error}", FAILED)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        try:
+            if listed:
+                return _list(console, run_key, as_json=as_json)
+            if changes:
+                return _try(console, run_key, chosen, changes, as_json=as_json)
+            return _replay(console, run_key, chosen, as_json=as_json)
+        except ReplayUnavailable as error:
+            return failed("\n".join(f"ReplayUnavailable: {line}" for line in str(error).splitlines()))
+        except RunEnded as error:
+            return failed(f"{type(error).__name__}: {error}", FAILED)
+
+    return guarded(work)
 
 
 def steps_of(steps: Sequence[int], ranges: Sequence[str]) -> list[int]:

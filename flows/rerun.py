@@ -14,6 +14,8 @@ from rl_core.errors import ConfigError
 from rl_core.plan import resolve
 from tasks.forking import fork_of, make_fork
 from tasks.inspection import open_run
+from tasks.night_end import after_training, judged_again
+from tasks.night_files import night_tags
 from tasks.paths import run_dir
 
 
@@ -26,7 +28,8 @@ def _flow_run_name() -> str:
 @flow(name="rerun", flow_run_name=_flow_run_name, log_prints=False, retries=0)
 def rerun(run_key: str, from_step: int | None = None,
           overrides: dict[str, Any] | None = None) -> dict[str, Any] | State[Any]:
-    """Go on with a run by its stored settings, or with a fork of it; returns the summary of what was finished.
+    """Go on with a run by its stored settings, or with a fork of it; returns the summary of what was finished. Of a
+    night's run the comparison goes on behind it.
 
     Args:
         run_key: Key of a run that exists. Recorded steps are not done again, a failed step gets the same data.
@@ -43,5 +46,7 @@ def rerun(run_key: str, from_step: int | None = None,
         key = run_key
     else:
         key = fork_of(run_key, flow_run.get_id()) or make_fork(run_key, from_step, tree).key
+    if (summary := judged_again(key)) is not None:
+        return summary
     name, settings = base_of(None, key)
-    return train_run(name, resolve(settings, {}), key)
+    return after_training(key, train_run(name, resolve(settings, {}), key, tags=night_tags(key)))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flows.command import FAILED, INTERRUPTED, failed, leave_on_sigterm, show
+from flows.command import answer, guarded, leave_on_sigterm, show
 from flows.console import Console, duration
-from rl_core.errors import BrokenFile, ConfigError, DeadPart
 
 TITLES = {"prefect": "Prefect", "mlflow": "MLflow", "worker": "worker"}
 
@@ -28,16 +27,13 @@ def up(*, prefect_port: int | None = None, mlflow_port: int | None = None, prefe
 
     def work() -> int:
         home = headway_home()
-        try:
-            keeping.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, prefect_database=prefect_database,
-                       mlflow_database=mlflow_database, on_ready=said)
-        except KeyboardInterrupt:
-            return failed("interrupted; what was begun goes on: `headway services down` ends it", INTERRUPTED)
+        keeping.up(home, prefect_port=prefect_port, mlflow_port=mlflow_port, prefect_database=prefect_database,
+                   mlflow_database=mlflow_database, on_ready=said)
         show(keeping.status(home), page_lines if pages else status_lines, as_json=as_json)
         return 0
 
     leave_on_sigterm()
-    return _guarded(work)
+    return guarded(work, stopped="interrupted; what was begun goes on: `headway services down` ends it")
 
 
 def down(*, force: bool, as_json: bool) -> int:
@@ -51,7 +47,7 @@ def down(*, force: bool, as_json: bool) -> int:
                                                "nothing was up"], as_json=as_json)
         return 0
 
-    return _guarded(work)
+    return guarded(work)
 
 
 def show_status(*, as_json: bool) -> int:
@@ -59,12 +55,8 @@ def show_status(*, as_json: bool) -> int:
     from tasks import keeping
     from tasks.paths import headway_home
 
-    def work() -> int:
-        report = keeping.status(headway_home())
-        show(report, status_lines, as_json=as_json)
-        return 0 if report["up"] else FAILED
-
-    return _guarded(work)
+    return answer(lambda: keeping.status(headway_home()), status_lines, as_json=as_json,
+                  holds=lambda report: report["up"])
 
 
 def show_diagnosis(*, as_json: bool) -> int:
@@ -72,12 +64,8 @@ def show_diagnosis(*, as_json: bool) -> int:
     from tasks.paths import headway_home
     from tasks.service_doctor import examine
 
-    def work() -> int:
-        report = examine(headway_home())
-        show(report, diagnosis_lines, as_json=as_json)
-        return 0 if report["healthy"] else FAILED
-
-    return _guarded(work)
+    return answer(lambda: examine(headway_home()), diagnosis_lines, as_json=as_json,
+                  holds=lambda report: report["healthy"])
 
 
 def show_environment() -> int:
@@ -89,18 +77,7 @@ def show_environment() -> int:
         Console().lines(environment_lines(keeping.environment(headway_home()), keeping.unset_names()))
         return 0
 
-    return _guarded(work)
-
-
-def _guarded(work: Callable[[], int]) -> int:
-    try:
-        return work()
-    except (ConfigError, BrokenFile) as error:
-        return failed(error)
-    except (DeadPart, OSError) as error:
-        return failed(error, FAILED)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return guarded(work)
 
 
 def status_lines(report: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     # Prefect reads its settings when it is imported; the command starts or finds the services first.
     os.execv(sys.executable, [sys.executable, "-m", "flows.cli", "train", *sys.argv[1:]])
 
+from collections.abc import Mapping
 from typing import Any
 
 from prefect import flow
@@ -33,6 +34,8 @@ from rl_core.errors import WallTimeReached
 from rl_core.plan import make_plan, resolve
 from tasks import signals
 from tasks.checkpoint import checkpoint, checkpoint_due
+from tasks.night_end import after_training, judged_again
+from tasks.night_files import night_tags
 from tasks.offline import check_shards
 from tasks.paths import new_run_key, run_dir
 from tasks.report import publish_report
@@ -72,16 +75,19 @@ def train(preset: str | None = None, overrides: dict[str, Any] | None = None, ru
     """  # in Google's form, which Prefect shows beside the fields of its form
     tree = nested(overrides or {})
     name, settings = base_of(preset, run_key, shards_from, tree)
-    return train_run(name, resolve(settings, tree), run_key or new_run_key(name, flow_run.get_id()), amend=amend,
-                     groups=groups)
+    key = run_key or new_run_key(name, flow_run.get_id())
+    if not amend and groups is None and (summary := judged_again(key)) is not None:
+        return summary
+    return after_training(key, train_run(name, resolve(settings, tree), key, amend=amend, groups=groups,
+                                         tags=night_tags(key)))
 
 
-def train_run(preset: str, config: Config, key: str, *, amend: bool = False,
-              groups: int | None = None) -> dict[str, Any] | State[Any]:
-    """What a flow does that begins a run, or goes on with it: bring it to its end."""
+def train_run(preset: str, config: Config, key: str, *, amend: bool = False, groups: int | None = None,
+              tags: Mapping[str, str] | None = None) -> dict[str, Any] | State[Any]:
+    """What a flow does that begins a run, or goes on with it: bring it to its end. `tags`: of its MLflow run."""
     make_plan(config)  # the command has done this and more; a flow that Prefect starts has not
     check_shards(run_dir(key), key, config)
-    session = open_session(preset, config, key, amend=amend, groups=groups)
+    session = open_session(preset, config, key, amend=amend, groups=groups, tags=tags)
     with signals.noted():
         try:
             set_up(session)

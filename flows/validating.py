@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flows.command import FAILED, INTERRUPTED, failed, hush, leave_on_sigterm
+from flows.command import answer, hush, leave_on_sigterm
 from flows.console import Console, stage
 from flows.presets import load_preset
-from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, RewardError
+from rl_core.errors import ConfigError
 from rl_core.plan import parse_overrides
 
 MODEL_PRESET = "local-model-cpu"
@@ -28,19 +27,12 @@ def validate(run_key: str | None, *, model: str | None, step: int | None, preset
     leave_on_sigterm()
     console = Console()
     console.line(f"headway {version('headway')}: validate {run_key or model or ''}")
-    try:
+
+    def measured() -> dict[str, Any]:
         _check_arguments(run_key, model, step, preset, out)
-        report = _measure(console, run_key, model, step, preset, overrides, out)
-    except (ConfigError, DataError, BrokenFile) as error:
-        return failed(error)
-    except (DeadPart, RewardError, OSError) as error:
-        return failed(error, FAILED)
-    except KeyboardInterrupt:
-        return failed("stopped; nothing was written", INTERRUPTED)
-    console.lines(report_lines(report))
-    if as_json:
-        console.line(json.dumps(report, allow_nan=False))
-    return 0
+        return _measure(console, run_key, model, step, preset, overrides, out)
+
+    return answer(measured, report_lines, as_json=as_json, both=True, stopped="stopped; nothing was written")
 
 
 def _check_arguments(run_key: str | None, model: str | None, step: int | None, preset: str | None,

@@ -98,7 +98,15 @@ class GreedyBaselineAdvantage(Part):
     name: Literal["remax"] = training("remax", "Estimator (algorithms.md).")
 
 
+class FunctionAdvantage(Part):
+    """function: an estimator of your own (docs/hooks.md)."""
+
+    name: Literal["function"] = training("function", "Estimator (algorithms.md).")
+    path: str = training(..., "The function, `./file.py:function` or `package.module:function`.", min_length=1)
+
+
 AdvantageConfig = Annotated[
     GroupAdvantage | BestOfGroupAdvantage | PartsAdvantage | PlainAdvantage | ReturnAdvantage | ClaimStdAdvantage
-    | GpgAdvantage | TokenBaselineAdvantage | CriticAdvantage | GreedyBaselineAdvantage,
+    | GpgAdvantage | TokenBaselineAdvantage | CriticAdvantage | GreedyBaselineAdvantage
+    | FunctionAdvantage,
     Field(discriminator="name"), BeforeValidator(named("grpo"))]

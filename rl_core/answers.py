@@ -5,6 +5,8 @@ Accuracy is of `correct`, never of a shaped reward (algorithms.md 10); the estim
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ from rl_core.estimates import (
     Estimate,
     Vote,
     mean_at_n,
+    mean_best_at_k,
     mean_maj_at_k,
     mean_maj_at_n,
     mean_pass_at_k,
+    mean_worst_at_k,
     over_prompts,
 )
 from rl_core.types import Prompt, Score
@@ -47,7 +51,10 @@ class Answer:
     """Tokens."""
     finish_reason: str
     text: str = ""
-    """Kept for the table only."""
+    """Kept for the table only, as are the tokens."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """Of each token, by the weights that answered, nats."""
 
 
 Judged = tuple[Answer, float | None]
@@ -95,6 +102,34 @@ def fields_of(answers: Sequence[Answer], passes: Sequence[int]) -> dict[str, Any
     return record | (_common("sampled", sampled) | _estimates(sampled, passes) if sampled else {})
 
 
+def by_prompt_of(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What a record says of each prompt, so that two validations can be paired (docs/validation.md 1).
+
+    `digest` of the prompts, then for each mode that was asked for how right the answers of each prompt are on the
+    average, in order of prompts; None where that is not known.
+    `{"digest": "5e...", "greedy": [1.0, 0.0], "sampled": [0.75, None]}`.
+    """
+    found: dict[str, Any] = {"digest": prompts_digest(prompts)}
+    judged = list(zip(answers, correctness(answers), strict=True))
+    for mode in get_args(Mode):
+        known: dict[int, list[float]] = {}
+        for answer, correct in judged:
+            if answer.mode == mode and correct is not None:
+                known.setdefault(answer.prompt, []).append(correct)
+        if any(answer.mode == mode for answer in answers):
+            found[mode] = [_mean(known.get(place, ())) for place in range(len(prompts))]
+    return found
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Of what was asked and what is right, in order: data sources, token ids, ground truths."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        words = json.dumps([prompt.data_source, prompt.answer, prompt.token_ids_P.tolist()])
+        digest.update(words.encode() + b"\n")
+    return digest.hexdigest()
+
+
 def _known(judged: Sequence[Judged]) -> list[float]:
     """How right the answers are of which it is known."""
     return [correct for _, correct in judged if correct is not None]
@@ -103,11 +138,10 @@ def _known(judged: Sequence[Judged]) -> list[float]:
 def _common(mode: Mode, judged: Sequence[Judged]) -> dict[str, Any]:
     """Fields of one mode, each name beginning with it."""
     answers = [answer for answer, _ in judged]
-    rewards = [[answer.score.reward for answer in each if answer.score is not None] for each in by_prompt(answers)]
     return {
         f"{mode}_accuracy": _mean(_known(judged)),
         f"{mode}_reward": mean_reward(answers),
-        f"{mode}_reward_interval": _interval(mean_at_n(rewards)),
+        f"{mode}_reward_interval": _interval(mean_at_n(rewards_of(answers))),
         f"{mode}_length": math.fsum(answer.length for answer in answers) / len(answers),
         f"{mode}_truncated": sum(answer.finish_reason == "length" for answer in answers) / len(answers),
         f"{mode}_failed": sum(answer.score is None for answer in answers),
@@ -126,6 +160,9 @@ def _estimates(sampled: Sequence[Judged], passes: Sequence[int]) -> dict[str, An
     rights = [[correct > RIGHT for correct in group] for group in groups]
     passed = {str(k): mean_pass_at_k(rights, k) for k in passes}
     voted = {str(k): mean_maj_at_k(polls, k) for k in passes}
+    rewards = rewards_of([answer for answer, _ in sampled])
+    best = {str(k): mean_best_at_k(rewards, k) for k in passes}
+    worst = {str(k): mean_worst_at_k(rewards, k) for k in passes}
     return {
         "mean_at_n": _value(mean), "mean_at_n_interval": _interval(mean),
         "pass_at_k": {k: _value(each) for k, each in passed.items()},
@@ -133,7 +170,16 @@ def _estimates(sampled: Sequence[Judged], passes: Sequence[int]) -> dict[str, An
         "maj_at_n": _value(majority), "maj_at_n_interval": _interval(majority),
         "maj_at_k": {k: _value(each) for k, each in voted.items()},
         "maj_at_k_interval": {k: _interval(each) for k, each in voted.items()},
+        "best_at_k": {k: _value(each) for k, each in best.items()},
+        "best_at_k_interval": {k: _interval(each) for k, each in best.items()},
+        "worst_at_k": {k: _value(each) for k, each in worst.items()},
+        "worst_at_k_interval": {k: _interval(each) for k, each in worst.items()},
     }
+
+
+def rewards_of(answers: Iterable[Answer]) -> list[list[float]]:
+    """The rewards of each prompt's answers that could be scored, in order of prompts."""
+    return [[answer.score.reward for answer in each if answer.score is not None] for each in by_prompt(answers)]
 
 
 def by_prompt(answers: Iterable[Answer]) -> list[list[Answer]]:
@@ -181,9 +227,22 @@ def table_prompts(prompts: Sequence[Prompt], size: int) -> set[int]:
 
 def table_rows(answers: Sequence[Answer], prompts: Sequence[Prompt], texts: dict[int, str]) -> list[dict[str, Any]]:
     """Rows of the table: the answers of the prompts in `texts` (place -> prompt as text), by prompt, greedy first."""
+    return [_row(answer, prompts[answer.prompt], texts[answer.prompt]) for answer in _shown(answers, texts)]
+
+
+def table_details(answers: Sequence[Answer], texts: dict[int, str]) -> list[dict[str, Any]]:
+    """What a page shows of each row of `table_rows` beside it: place of its prompt, reward parts, tokens and their
+    log-probs (ten-thousandths of a nat). `{"prompt": 3, "parts": {"format": 1.0}, "ids": [5, 9], "logprobs": [-0.25,
+    -1.5]}`."""
+    return [{"prompt": answer.prompt, "parts": {} if answer.score is None else answer.score.parts,
+             "ids": list(answer.token_ids), "logprobs": [round(value, 4) for value in answer.logprobs]}
+            for answer in _shown(answers, texts)]
+
+
+def _shown(answers: Sequence[Answer], texts: dict[int, str]) -> list[Answer]:
+    """The answers of a table, in its order."""
     chosen = by_prompt(answer for answer in answers if answer.prompt in texts)
-    return [_row(answer, prompts[answer.prompt], texts[answer.prompt])
-            for group in chosen for answer in group[:1 + TABLE_SAMPLES]]
+    return [answer for group in chosen for answer in group[:1 + TABLE_SAMPLES]]
 
 
 def _row(answer: Answer, prompt: Prompt, text: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from rl_core.experience.ledger import read_claim, retired_below
 from rl_core.experience.reader import ensure_not_retired
 from rl_core.model_setup import model_digests
 from rl_core.run_dir import RunDir, check_attempt, file_numbers, fsync_dir, numbered, put_if_absent, read_json, to_json
+from rl_core.spans import as_rows
+from rl_core.types import Span
 from rl_core.versions import pinned_versions, read_version
 from rl_core.weights import digest_tensors, read_tensors, write_tensors
 
@@ -34,6 +36,8 @@ LOG = logging.getLogger("headway.learner")
 MANIFEST = "manifest.json"
 PARAMETERS = "parameters.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+ROLES = "roles.safetensors"
+"""What models beside the policy have become (learner/roles.py); absent where there is none."""
 VERSION = "version.safetensors"
 """Bytes of version idx(n); absent where they are the parameters themselves."""
 CHUNK = 16 * 2**20
@@ -53,6 +57,8 @@ class CheckpointState:
     version_digest: str
     skipped_in_a_row: int
     """Non-finite updates at the end of step n - 1."""
+    roles: dict[str, float] = field(default_factory=dict[str, float])
+    """Numbers of the state of models beside the policy, by name; those as at the start are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Checkpoint:
     """`<what>/<parameter name>`; see Learner."""
     version: dict[str, Tensor]
     """Bytes of the last scheduled publication; the parameters themselves where n is scheduled."""
+    roles: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def file_digest(path: Path) -> str:
@@ -78,8 +85,10 @@ def file_digest(path: Path) -> str:
 
 def write_checkpoint(run: RunDir, state: CheckpointState, *, parameters: Mapping[str, Tensor],
                      optimizer: Mapping[str, Tensor], version: Mapping[str, Tensor] | None, attempt: int,
-                     settings: CheckpointConfig, fsync: bool = True) -> Path:
+                     settings: CheckpointConfig, roles: Mapping[str, Tensor] | None = None, fsync: bool = True,
+                     spans: Callable[[], Iterable[Span]] = tuple) -> Path:
     """Write checkpoint n aside, manifest last, and rename it into place; then remove those that `settings` let go.
+    `spans`: asked for what its manifest says of the time, when all else is written.
 
     `version` None: the last scheduled publication is the parameters. A checkpoint n that is whole already stands (one
     history: it holds the same); one that is not is replaced. Raises StaleAttempt if a newer attempt owns the run.
@@ -90,11 +99,13 @@ def write_checkpoint(run: RunDir, state: CheckpointState, *, parameters: Mapping
     aside = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(6)}.tmp")
     aside.mkdir()
     try:
-        files = {PARAMETERS: parameters, OPTIMIZER: optimizer} | ({} if version is None else {VERSION: version})
+        files = {PARAMETERS: parameters, OPTIMIZER: optimizer} | ({} if version is None else {VERSION: version}) \
+            | ({ROLES: roles} if roles else {})
         for name, tensors in files.items():
             write_tensors(aside / name, tensors, fsync=fsync)
         manifest = asdict(state) | {"files": {name: {"xxh3_128": file_digest(aside / name),
-                                                     "bytes": (aside / name).stat().st_size} for name in files}}
+                                                     "bytes": (aside / name).stat().st_size} for name in files},
+                                        "spans": as_rows(spans())}
         put_if_absent(aside / MANIFEST, to_json(manifest), fsync=fsync)
         _place(aside, final)
     finally:
@@ -152,7 +163,9 @@ def read_checkpoint(run: RunDir, n: int) -> Checkpoint:
     try:
         parameters, optimizer = read_tensors(directory / PARAMETERS), read_tensors(directory / OPTIMIZER)
         version = read_tensors(directory / VERSION) if VERSION in files else parameters
-        return Checkpoint(CheckpointState(**manifest), parameters, optimizer, version)
+        manifest.pop("spans", None)
+        roles = read_tensors(directory / ROLES) if ROLES in files else {}
+        return Checkpoint(CheckpointState(**manifest), parameters, optimizer, version, roles)
     except (WeightsDamaged, TypeError) as error:
         raise CheckpointDamaged(f"{directory}: {error}") from error
 
@@ -161,9 +174,15 @@ def read_checkpoint_state(run: RunDir, n: int) -> CheckpointState:
     """What checkpoint n holds beside tensors, once all its files match the manifest. Raises CheckpointDamaged."""
     manifest = _ensure_whole(run.checkpoint(n))
     try:
-        return CheckpointState(**{field.name: manifest[field.name] for field in fields(CheckpointState)})
+        return _state_of(manifest)
     except KeyError as error:
         raise CheckpointDamaged(f"{run.checkpoint(n)}: {error}") from error
+
+
+def _state_of(manifest: Mapping[str, Any]) -> CheckpointState:
+    """Raises KeyError. Manifests of before roles have none."""
+    names = [each.name for each in fields(CheckpointState) if each.name != "roles"]
+    return CheckpointState(**{name: manifest[name] for name in names}, roles=manifest.get("roles", {}))
 
 
 def read_parameters(run: RunDir, n: int) -> tuple[CheckpointState, dict[str, Tensor]]:
@@ -174,7 +193,7 @@ def read_parameters(run: RunDir, n: int) -> tuple[CheckpointState, dict[str, Ten
     directory = run.checkpoint(n)
     try:
         manifest = read_json(directory / MANIFEST)
-        state = CheckpointState(**{field.name: manifest[field.name] for field in fields(CheckpointState)})
+        state = _state_of(manifest)
         parameters = read_tensors(directory / PARAMETERS)
     except (OSError, BrokenFile, KeyError) as error:
         raise CheckpointDamaged(f"{directory}: {error}") from error

@@ -9,19 +9,21 @@ from rl_core.config import Config, LearnerConfig
 from rl_core.correction_settings import KlConfig, RejectionRule
 from rl_core.errors import refuse
 from rl_core.loss_settings import CispoLoss, ClipCovLoss, TisLoss
+from rl_core.role_plan import check_roles
 
 OWN_WEIGHTS = {"decoupled_ppo": "prox/mu", "tis_reinforce": "pi/mu", "topr": "pi/mu"}
 """Losses that bring token weights along."""
 TAKES_WEIGHTS_IN_BYPASS = ("gpg", "dro")
 """Losses on log-probs without weights of their own; all others have the ratio pi/mu in them."""
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
-NEEDS = {"gae": "a critic", "remax": "the reward of a greedy answer to every prompt"}
+NEEDS = {"remax": "the reward of a greedy answer to every prompt"}
 """Estimators that need a role which is not there yet."""
 
 
 def check_combination(learner: LearnerConfig) -> None:
     """Raises ConfigError for an estimator, a loss, a correction and a KL term that make no sense together."""
-    _check_roles(learner)
+    _check_estimator(learner)
+    check_roles(learner)
     _check_loss(learner)
     _check_correction(learner)
     _check_kl(learner.kl)
@@ -38,7 +40,7 @@ def check_lengths(config: Config) -> None:
                f"every answer would be penalised; use less than sampling.max_new_tokens = {longest}")
 
 
-def _check_roles(learner: LearnerConfig) -> None:
+def _check_estimator(learner: LearnerConfig) -> None:
     name, loss = learner.advantage.name, learner.loss
     if name in NEEDS:
         refuse("learner.advantage.name", name, f"needs {NEEDS[name]}, which Headway does not have yet; use grpo, rloo "
@@ -79,6 +81,9 @@ def _check_correction(learner: LearnerConfig) -> None:
     elif correction.normalize:
         refuse("learner.correction.normalize", True, "there are no weights to normalise; set "
                                                      "learner.correction.weights, too")
+    if (correction.weights == "function") != (correction.path is not None):
+        refuse("learner.correction.path", correction.path,
+               "belongs to learner.correction.weights=function, which needs it; set both or none")
     if correction.icepop_low >= correction.icepop_high:
         refuse("learner.correction.icepop_low", correction.icepop_low,
                f"not below icepop_high = {correction.icepop_high}")
@@ -111,4 +116,3 @@ def _check_kl(kl: KlConfig) -> None:
         refuse("learner.kl.unbiased", True, "weights the KL of the loss; use learner.kl.use=loss")
     if kl.use == "loss" and kl.target is not None:
         refuse("learner.kl.target", kl.target, "the controller is for the KL in the reward; use learner.kl.use=reward")
-    refuse("learner.kl.use", kl.use, "needs a reference policy, which Headway does not have yet; use none")

@@ -21,10 +21,12 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from rl_core.advantage_settings import AdvantageConfig, GroupAdvantage
 from rl_core.correction_settings import CorrectionConfig, KlConfig
+from rl_core.judge_settings import JudgeConfig, RewardModelConfig
 from rl_core.loss_settings import LossConfig, PpoClipLoss
+from rl_core.role_settings import CriticConfig, ReferenceConfig, TeacherConfig
 from rl_core.settings import Kind, Part, environment, identity, of_kind, operational, training
 
-REWARDS = ("exact", "regex", "gsm8k", "math_verify")
+REWARDS = ("exact", "regex", "gsm8k", "math_verify", "code", "judge", "reward_model")
 """Rewards by name; `reasoning_gym:<name>` and functions by path beside them."""
 
 class TinyModel(Part):
@@ -54,8 +56,9 @@ ModelConfig = Annotated[TinyModel | LocalModel, Field(discriminator="type")]
 class DataSource(Part):
     """One source of prompts: `DataSource(path="train.parquet", weight=2.0)`."""
 
-    path: str = identity(..., "A JSONL, CSV or Parquet file, `hf:owner/name[:split]` of the Hugging Face hub, or a "
-                              "task: `sort`, `reasoning_gym:<name>`.")
+    path: str = identity(..., "A JSONL, CSV or Parquet file, `hf:owner/name[:split]` of the Hugging Face hub, a "
+                              "task (`sort`, `reasoning_gym:<name>`), or a function that makes rows, "
+                              "`./file.py:function`.")
     weight: float = identity(1.0, "Share of this source in every dataset epoch, relative to its rows: 2 takes each row "
                                   "twice, 0.5 every second one.", gt=0, le=100)
 
@@ -87,6 +90,9 @@ class DataConfig(Part):
     max_prompt_tokens: int = identity(256, "Longest prompt, tokens.", ge=1)
     overlong: Literal["refuse", "drop"] = identity(
         "refuse", "Prompts over the limit: refused before the start, or left out, counted and reported.")
+    sampler: str | None = identity(
+        None, "The order of the prompts of every dataset epoch, `./file.py:function` or `package.module:function` "
+        "(docs/hooks.md); null = f(seed, epoch), or file order.", min_length=1)
     shuffle: bool = identity(True, "Order the prompts of every dataset epoch by f(seed, epoch); false = file order.")
     size: int = identity(4096, "Rows of a procedural task (`sort`, `reasoning_gym:<name>`); ignored for files.", ge=1)
     validation_size: int = identity(256, "Rows held out for validation, excluded from training (tasks), or the first "
@@ -140,6 +146,9 @@ class LearnerConfig(Part):
     loss: LossConfig = PpoClipLoss()
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig = KlConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     resampling: Literal["none", "pow", "max_min", "max_random"] = training(
         "none", "Draw the answers of each minibatch again, with replacement, by their rewards: |S|^resampling_power, "
         "the best and the worst, or mostly the best (PF-PPO).")
@@ -163,6 +172,8 @@ class LearnerConfig(Part):
     gpus: float = environment(1.0, "GPUs that each rank asks Ray for with device cuda; a fraction shares one.", gt=0,
                               le=1)
     dtype: Literal["float32", "bfloat16"] = environment("float32", "Compute dtype; parameters and sums stay float32.")
+    metrics: str | None = training(None, "Metrics of your own of every training step, `./file.py:function` or "
+                                         "`package.module:function` (docs/hooks.md).", min_length=1)
     peak_tflops: float | None = operational(None, "Peak TFLOP/s of one rank, what MFU is a share of; null = of a large "
                                                   "matrix product, measured once per process.", gt=0)
 
@@ -277,6 +288,34 @@ class RolloutConfig(Part):
     min_group: int | None = training(None, "Fewest finished answers of a group; null = max(2, group_size / 2).", ge=1)
     no_spread: Literal["keep", "drop"] = training(
         "keep", "Group filter: `drop` leaves out groups whose rewards are all equal (their position is finished).")
+    group_filter: str | None = training(
+        None, "Group filter of your own, `./file.py:function` or `package.module:function`: it says of a finished "
+        "group True, False, or the reason for leaving it out (docs/hooks.md).", min_length=1)
+
+    @property
+    def filters(self) -> bool:
+        """Whether finished groups may be left out for what is in them."""
+        return self.no_spread == "drop" or self.group_filter is not None
+
+
+class CodeConfig(Part):
+    """Reward `code`: how programs are run (rewards.md 7)."""
+
+    time_s: float = training(4.0, "One run of a program, seconds.", gt=0)
+    total_s: float = training(10.0, "All runs of one answer, seconds; what is left of its tests then has failed.", gt=0)
+    memory_bytes: int = training(512 * 2**20, "Address space of a program, bytes, the interpreter's included.",
+                                 ge=64 * 2**20)
+    output_bytes: int = training(2**20, "Most that a program may print, bytes.", ge=1)
+    partial: bool = training(False, "The reward is the share of passed tests; else 1 where all passed, and 0.")
+
+
+class RewardPart(Part):
+    """One more reward: `RewardPart(part="short", reward="./mine.py:short", weight=0.1)`."""
+
+    part: str = training(..., "Its name among the reward parts of an answer.", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
+    reward: str = training(..., "A reward, as the setting `reward` names it.")
+    weight: float = training(1.0, "What it is multiplied by.")
+    pattern: str | None = training(None, "Of the reward `regex`: as scoring.pattern.")
 
 
 class ScoringConfig(Part):
@@ -287,15 +326,25 @@ class ScoringConfig(Part):
         "data_source, solution_str, ground_truth, extra_info), or TRL's f(prompts, completions, **columns) -> list.")
     pattern: str | None = training(None, "Reward `regex`: its first group, or the whole match, is the answer; the last "
                                    "match counts.")
+    weight: float = training(1.0, "What `reward` is multiplied by in the reward of an answer.")
+    parts: tuple[RewardPart, ...] = training(
+        (), "More rewards, each added with its weight and recorded as a part, as in [{part: short, reward: "
+        "./mine.py:short, weight: 0.1}]; `reward` itself is the part `main` then, and says what is right.")
+    code: CodeConfig = CodeConfig()
+    judge: JudgeConfig = JudgeConfig()
+    model: RewardModelConfig = RewardModelConfig()
     workers: int = environment(1, "Processes that score for each rollout worker.", ge=1, le=64)
 
 
 class ValidationConfig(Part):
     every: int = operational(20, "Training steps between validations; also before the first step and at the end.", ge=1)
+    engine: Literal["embedded", "replica"] = operational(
+        "embedded", "Who answers: an engine of validation's own, or one of rollout's servers, while rollout goes on "
+                    "with the others.")
     sampled: bool = operational(True, "Beside greedy answers, n sampled answers per prompt.")
     n: int = operational(1, "Sampled answers per prompt.", ge=1, le=1024)
-    k: tuple[Annotated[int, Field(ge=1)], ...] = operational((), "The k of pass@k and maj@k, each at most n; empty = "
-                                                             "powers of two up to n.")
+    k: tuple[Annotated[int, Field(ge=1)], ...] = operational((), "The k of pass@k, maj@k, best@k and worst@k, each "
+                                                             "at most n; empty = powers of two up to n.")
     temperature: float | None = operational(None, "Temperature of sampled answers; null = the run's.", gt=0)
     top_p: float | None = operational(None, "Nucleus share of sampled answers; null = the run's.", gt=0, le=1)
     top_k: int | None = operational(None, "Most likely tokens kept for sampled answers; null = the run's.", ge=0)
@@ -356,7 +405,9 @@ class FailureConfig(Part):
     drop_share: Decimal = operational(Decimal("0.9"), "Share of stale drops above which the run is starving.",
                                       gt=0, le=1)
     drop_share_deadline_s: float = operational(300.0, "How long it may starve.", gt=0)
-    barren_groups: int | None = operational(None, "Verified groups in a row without a usable one; null = 20 B.", ge=1)
+    barren_groups: int | None = operational(
+        None, "Finished groups in a row without a usable one before the run ends; null = 20 B, and at least 256 where "
+        "groups are filtered.", ge=1)
     max_skipped_updates: int = operational(5, "Non-finite updates in a row before the run ends.", ge=0)
     reward_failures: int = operational(64, "Failed reward calls in a row before the run ends.", ge=1)
     worker_restarts: int = operational(8, "Restarts of rollout workers over one attempt.", ge=0)
@@ -386,6 +437,13 @@ class TrackingConfig(Part):
     uri: str | None = operational(None, "MLflow tracking URI; null = sqlite under HEADWAY_HOME.")
 
 
+class PrometheusConfig(Part):
+    """What a Prometheus server may ask the owner of a run (docs/operations.md)."""
+
+    port: int | None = operational(None, "Port of the owner's metrics endpoint, on 127.0.0.1 alone; 0 = a free one, "
+                                         "which prometheus.json of the run names; null = none.", ge=0, le=65535)
+
+
 class Config(Part):
     """All settings of a run. `Config()` is valid; presets are YAML files over it."""
 
@@ -394,8 +452,8 @@ class Config(Part):
     groups_per_step: int = identity(16, "B: groups consumed by one training step.", ge=1)
     group_size: int = identity(8, "n: answers per prompt.", ge=1)
     publish_every: int = identity(1, "K: training steps per publication of weights.", ge=1)
-    reward: str = training("exact", "`exact`, `regex`, `gsm8k`, `math_verify`, `reasoning_gym:<name>`, or a function "
-                                    "by path: `./file.py:function` or `package.module:function`.")
+    reward: str = training("exact", "`exact`, `regex`, `gsm8k`, `math_verify`, `code`, `reasoning_gym:<name>`, or a "
+                                    "function by path: `./file.py:function` or `package.module:function`.")
     scoring: ScoringConfig = ScoringConfig()
     model: ModelConfig = Field(default_factory=TinyModel, json_schema_extra=of_kind("identity"))
     data: DataConfig = DataConfig()
@@ -411,6 +469,7 @@ class Config(Part):
     failure: FailureConfig = FailureConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     tracking: TrackingConfig = TrackingConfig()
+    prometheus: PrometheusConfig = PrometheusConfig()
     max_wall_time: float | None = operational(
         None, "Seconds from a start until it ends itself, resumable: before a step that would not end in time, a "
         "checkpoint behind it; exit code 124. null = no limit.", gt=0)
@@ -462,10 +521,23 @@ class Config(Part):
         return self.validation.max_new_tokens or self.sampling.max_new_tokens
 
     @property
+    def served_tokens(self) -> int:
+        """Longest prompt and answer together that rollout's servers are asked for, tokens."""
+        longest = self.sampling.max_new_tokens
+        if self.validation.engine == "replica":
+            longest = max(longest, self.validation_tokens)
+        return self.data.max_prompt_tokens + longest
+
+    @property
     def servers_started(self) -> int:
         """Servers that each rollout worker starts: none with the embedded engine."""
         engine = self.rollout.engine
         return engine.started if isinstance(engine, SglangEngineConfig) else 0
+
+    @property
+    def validates_lent(self) -> bool:
+        """Whether rollout lends a server to each validation."""
+        return self.data.validation is not None and self.validation.engine == "replica"
 
     @property
     def validation_engine(self) -> TorchEngine:
@@ -477,7 +549,8 @@ class Config(Part):
 
     @property
     def barren_groups(self) -> int:
-        return self.failure.barren_groups or 20 * self.groups_per_step
+        """A filter that leaves out 90 % has 256 in a row once in 10^11 groups."""
+        return self.failure.barren_groups or max(20 * self.groups_per_step, 256 if self.rollout.filters else 0)
 
     @property
     def decay_steps(self) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 from rl_core.settings import Part, training
 
 Weights = Literal["none", "token_truncate", "sequence_truncate", "geometric_truncate", "token_icepop",
-                  "sequence_icepop", "geometric_icepop"]
+                  "sequence_icepop", "geometric_icepop", "function"]
 RuleName = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
                    "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
 
@@ -28,7 +28,9 @@ class CorrectionConfig(Part):
         "behavior policy in place of the proximal one, ratios and weights policy/behavior.")
     weights: Weights = training(
         "none", "Weights proximal/behavior of tokens or answers, detached, multiplied to the loss (at most once): cut "
-        "at cap (truncate), or 0 outside [icepop_low, icepop_high] (icepop).")
+        "at cap (truncate), or 0 outside [icepop_low, icepop_high] (icepop); or those of a function (path).")
+    path: str | None = training(None, "weights=function: the function, `./file.py:function` or "
+                                      "`package.module:function` (docs/hooks.md).", min_length=1)
     cap: float = training(2.0, "Upper bound of a truncated weight.", gt=0)
     icepop_low: float = training(0.5, "icepop: smallest weight that counts.", ge=0)
     icepop_high: float = training(5.0, "icepop: largest weight that counts.", gt=0)

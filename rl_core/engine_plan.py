@@ -32,10 +32,10 @@ def check_engine(config: Config, environ: Mapping[str, str] = os.environ) -> Non
     if engine.device == "cpu" and engine.tensor_parallel > 1:
         refuse("rollout.engine.tensor_parallel", engine.tensor_parallel,
                "a server on the CPU is whole; use 1, and more replicas")
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.served_tokens
     if engine.max_outstanding_tokens is not None and engine.max_outstanding_tokens < longest:
-        refuse("rollout.engine.max_outstanding_tokens", engine.max_outstanding_tokens, "one prompt with its answer has "
-               f"up to data.max_prompt_tokens + sampling.max_new_tokens = {longest} tokens; use at least that, or null")
+        refuse("rollout.engine.max_outstanding_tokens", engine.max_outstanding_tokens, "data.max_prompt_tokens and "
+               f"the longest answer together are {longest} tokens; use at least that, or null")
     if environ.get(ORIGINAL_LOGPROB, "").lower() in ("1", "true", "yes", "on"):
         refuse(ORIGINAL_LOGPROB, environ[ORIGINAL_LOGPROB], "servers would report log-probs of another distribution "
                "than they sample from; unset it")

@@ -18,6 +18,7 @@ import transformers
 import xxhash
 
 from rl_core.config import Config
+from rl_core.hooks.loading import learner_hooks
 
 
 @cache
@@ -60,6 +61,8 @@ def environment(config: Config, ranks: int) -> dict[str, str]:
         "ranks": str(ranks), "device": device,
         "token_budget": str(learner.token_budget), "logits_chunk": str(learner.logits_chunk), "commit": source_commit(),
     }
+    if hooks := learner_hooks(config):
+        fields["hooks"] = hooks
     text = "\n".join(f"{name}={fields[name]}" for name in sorted(fields))
     return {"env_digest": xxhash.xxh3_128_hexdigest(text.encode()), **fields}
 

@@ -26,9 +26,30 @@ class DataError(ValueError):
 class RewardError(ValueError):
     """A reward function raised, hung, or returned something that is no finite number. Never a reward of 0."""
 
+    reason = "reward_error"
+    """Short name of what went wrong."""
+
 
 class RewardTimeout(RewardError):
     """A reward function that did not answer by its deadline; its process was ended."""
+
+    reason = "reward_timeout"
+
+
+class JudgeFailed(RewardError):
+    """A judge that gave no score: nonsense, a refusal, no connection. `reason` says which, as in `judge_refused`."""
+
+    def __init__(self, message: str, trouble: str) -> None:
+        super().__init__(message)
+        self.reason = f"judge_{trouble}"
+
+
+class FilterError(ValueError):
+    """A group filter raised, hung, or returned no verdict. Never a group that is silently kept or left out."""
+
+
+class FilterTimeout(FilterError):
+    """A group filter that did not answer by its deadline; its process was ended."""
 
 
 class BrokenFile(Exception):
@@ -135,5 +156,21 @@ class NonFiniteTraining(RunEnded):
     """More non-finite updates in a row than `failure.max_skipped_updates`."""
 
 
+class SamplerError(RunEnded):
+    """A sampler raised, hung, or returned no order of the prompts."""
+
+
+class SamplerTimeout(SamplerError):
+    """A sampler that did not answer by its deadline; its process was ended."""
+
+
+class HookFailed(RunEnded):
+    """A function of a user's inside a training step raised, or returned what cannot be used. The message names it."""
+
+
 class EngineMismatch(RunEnded):
     """Log-probs of engine and learner differ by far more than rounding on tokens of the very same weights."""
+
+
+class NightFailed(RunEnded):
+    """A night without a verdict: the message names its place, the component, the cause, and what goes on with it."""

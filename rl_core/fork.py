@@ -249,6 +249,8 @@ class _Builder:
         if parent.inputs.exists():
             link_file(parent.inputs, fork.inputs)
         link_tree(parent.model, fork.model)
+        link_tree(parent.roles, fork.roles)
+        link_tree(parent.orders, fork.orders)
         link_tree(parent.origin.root, fork.origin.root)  # of a run on another one's shards
 
     def _link_steps(self) -> None:

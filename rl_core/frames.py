@@ -28,6 +28,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pyarrow as pa
 
+from rl_core.comparison import caveats, check_comparable
+from rl_core.comparison import compare as compared_to
+from rl_core.curves import read_curve
 from rl_core.estimates import Estimate
 from rl_core.experience.ledger import voided_steps
 from rl_core.gaps import Gaps, found, merged
@@ -210,6 +213,46 @@ def compare(runs: Sequence[Run], *, last: int = LAST_STEPS) -> pd.DataFrame:
     schema = pa.schema([("run", pa.string()), ("steps", pa.int64()), ("best_step", pa.int64()),
                         *((name, pa.float64()) for name in names)])
     return _frame(pa.Table.from_pylist(rows, schema=schema), gaps, index="run")
+
+
+def differences(baseline: Run, runs: Sequence[Run]) -> pd.DataFrame:
+    """Each run against `baseline`, as `headway compare` has it: one row per run and number; docs/frames.md section 7.
+
+    `run`, `name` (string); `baseline`, `value`, `difference` (value - baseline); `low`, `high`, the 95 % interval of
+    the difference (double); `unit`, `better` (`more`, `less` or `neither`), `verdict` (`better`, `worse` or empty).
+    What keeps the numbers from being read as they stand is in `attrs["caveats"]`, a list by run. Raises ConfigError for
+    a run that is given twice.
+    """
+    first, others = _run(baseline), [_run(run) for run in runs]
+    check_comparable([first, *others])
+    rows = [{"run": run.root.name, "name": each.name, **{name: _known(getattr(each, name)) for name in OF_DIFFERENCE},
+             "unit": each.unit, "better": each.better, "verdict": each.verdict}
+            for run in others for each in compared_to(first, run)]
+    schema = pa.schema([("run", pa.string()), ("name", pa.string()), *((name, pa.float64()) for name in OF_DIFFERENCE),
+                        ("unit", pa.string()), ("better", pa.string()), ("verdict", pa.string())])
+    frame = _frame(pa.Table.from_pylist(rows, schema=schema), Gaps())
+    frame.attrs["caveats"] = {run.root.name: list(caveats(first, run)) for run in others}
+    return frame
+
+
+OF_DIFFERENCE = ("baseline", "value", "difference", "low", "high")
+
+
+def curves(runs: Sequence[Run]) -> pd.DataFrame:
+    """The learning curves of runs, to be drawn over each other: one row per run and number of steps done.
+
+    `run` (string); `step` (int64): training steps done; `reward`, the mean of the step that was done last; `accuracy`,
+    `accuracy_lo`, `accuracy_hi`: greedy, of the validation behind so many steps (double).
+    """
+    gaps, tables = Gaps(), list[pa.Table]()
+    for run in map(_run, runs):
+        curve = read_curve(run, gaps)
+        steps = pa.table({"step": curve.done_K, "reward": _doubles(curve.reward_K)})
+        validated = pa.table({"step": curve.done_V, "accuracy": _doubles(curve.accuracy_V),
+                              "accuracy_lo": _doubles(curve.low_V), "accuracy_hi": _doubles(curve.high_V)})
+        both = steps.join(validated, "step", join_type="full outer").sort_by("step")
+        tables.append(both.add_column(0, "run", pa.array([run.root.name] * both.num_rows, pa.string())))
+    return _frame(pa.concat_tables(tables), gaps)
 
 
 def _compared(of: RunNumbers, first: RunNumbers) -> dict[str, Any]:

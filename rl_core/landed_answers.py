@@ -58,7 +58,7 @@ def answer_table(run: RunDir, step: int | None = None, *, tokens: bool = False, 
         groups = group_table(run, gaps)
     else:
         facts = read_group_facts(run, step=step)
-        batches = _claimed_shards(run, facts.claims[step], gaps)
+        batches = claimed_shards(run, facts.claims[step], gaps)
         groups = join_groups(facts, [Shard(*key, batch) for key, batch in batches.items()])
         groups = groups.filter(pc.equal(groups.column("step"), step))
     whole = answers_of(run, groups, batches, tokens=tokens, gaps=gaps)
@@ -86,7 +86,7 @@ def answers_of(run: RunDir, groups: pa.Table, batches: Mapping[tuple[str, int], 
     return pa.concat_tables(pieces, promote_options="default")
 
 
-def _claimed_shards(run: RunDir, claim: Claim, gaps: Gaps | None) -> dict[tuple[str, int], pa.RecordBatch]:
+def claimed_shards(run: RunDir, claim: Claim, gaps: Gaps | None) -> dict[tuple[str, int], pa.RecordBatch]:
     """The shards of one claim whose digest is the claimed one; that some are retired is one gap."""
     batches: dict[tuple[str, int], pa.RecordBatch] = {}
     found(partial(ensure_not_retired, run, claim), f"step {claim.step}", gaps)

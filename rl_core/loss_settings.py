@@ -149,7 +149,14 @@ class TisLoss(LossCommon):
     ratio_high: float = training(2.0, "Upper bound of policy/behavior.", gt=0)
 
 
+class FunctionLoss(LossCommon):
+    """function: a loss of your own (docs/hooks.md)."""
+
+    name: Literal["function"] = training("function", NAME)
+    path: str = training(..., "The function, `./file.py:function` or `package.module:function`.", min_length=1)
+
+
 LossConfig = Annotated[
     PpoClipLoss | ClipCovLoss | M2poLoss | OpsmLoss | KlCovLoss | DppoLoss | GspoLoss | SapoLoss | GmpoLoss | PlainLoss
-    | DroLoss | CispoLoss | TisLoss,
+    | DroLoss | CispoLoss | TisLoss | FunctionLoss,
     Field(discriminator="name"), BeforeValidator(named("ppo_clip"))]

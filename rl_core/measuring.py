@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_core.answers import Answer, Mode, fields_of, table_prompts, table_rows
+from rl_core.answers import Answer, Mode, by_prompt_of, fields_of, table_details, table_prompts, table_rows
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DeadlinePassed, DeadPart, RewardError
 from rl_core.rollout.encoder import Encoder, Limits, Tokenizer
@@ -25,6 +25,9 @@ from rl_core.rollout.rewards.scoring import Scorer, answer_text, make_scorer
 from rl_core.seeds import derive
 from rl_core.types import Completion, GenerateRequest, Prompt, Sampling
 from rl_core.validation_plan import check_validation_inputs
+
+if TYPE_CHECKING:
+    from rl_core.rollout.sglang.borrowing import Borrower
 
 OUTSTANDING = 8192
 """Answers asked for and not scored yet at most: far more than an engine has slots, so that memory does not grow with
@@ -40,8 +43,12 @@ class Measurement:
 
     fields: dict[str, Any]
     """n, the fields of both modes, `by_source`: the same by data source, and `sampling`: how (docs/validation.md 1)."""
+    by_prompt: dict[str, Any]
+    """How right each prompt's answers are (rl_core/answers.py, `by_prompt_of`)."""
     table: list[dict[str, Any]]
     """Some answers as texts."""
+    details: list[dict[str, Any]]
+    """Reward parts and tokens of each of them (rl_core/answers.py, `table_details`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,8 @@ class Measuring:
         texts = {place: self._text(self.prompts[place].token_ids_P) for place in self._shown}
         fields = fields_of(answers, passes) | {"left_out": self._left_out, "by_source": by_source,
                                                "sampling": self._sampling()}
-        return Measurement(fields=fields, table=table_rows(answers, self.prompts, texts))
+        return Measurement(fields=fields, by_prompt=by_prompt_of(answers, self.prompts),
+                           table=table_rows(answers, self.prompts, texts), details=table_details(answers, texts))
 
     def _sampling(self) -> dict[str, Any] | None:
         if (sampling := self._samplings.get("sampled")) is None:
@@ -190,17 +198,21 @@ class Measuring:
             score = self._scorer(prompt, text)
         except RewardError as error:  # counted in `failed`, never a wrong answer
             failure = error
-        return Answer(prompt=question.place, mode=question.mode, data_source=prompt.data_source, score=score,
-                      length=len(completion.token_ids_L), finish_reason=completion.finish_reason,
-                      text=text if question.place in self._shown else ""), failure
+        answer = Answer(prompt=question.place, mode=question.mode, data_source=prompt.data_source, score=score,
+                        length=len(completion.token_ids_L), finish_reason=completion.finish_reason)
+        if question.place in self._shown:
+            answer = replace(answer, text=text, token_ids=tuple(completion.token_ids_L.tolist()),
+                             logprobs=tuple(completion.logprobs_L.tolist()))
+        return answer, failure
 
     def _text(self, token_ids: Any) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def open_measuring(model_dir: Path, config: Config, *, cwd: Path | None = None,
-                   allowed_imports: Sequence[str] | None = None) -> Measuring:
-    """Load a Hugging Face directory into an engine of its own; its weights are served until another swap.
+                   allowed_imports: Sequence[str] | None = None, borrower: Borrower | None = None) -> Measuring:
+    """Load a Hugging Face directory into an engine of its own; its weights are served until another swap. With
+    `borrower` no engine is made: that one is asked.
 
     `cwd` is the working directory of the command, which a process elsewhere must be told. Raises ConfigError where
     there is nothing to validate on, for answers that do not fit, or for a reward that may not be run; DataError for a
@@ -216,8 +228,9 @@ def open_measuring(model_dir: Path, config: Config, *, cwd: Path | None = None,
                           "rows, or a task")
     scorer = make_scorer(config, cwd=cwd, allowed=allowed_imports)
     settings = config.validation_engine
-    engine = TorchEngine(model_dir, slots=config.validation.slots, threads=settings.threads, dtype=settings.dtype,
-                         device=settings.device, max_context=config.data.max_prompt_tokens + config.validation_tokens)
+    engine = borrower or TorchEngine(
+        model_dir, slots=config.validation.slots, threads=settings.threads, dtype=settings.dtype,
+        device=settings.device, max_context=config.data.max_prompt_tokens + config.validation_tokens)
     measuring = Measuring(config, engine=engine, tokenizer=tokenizer, scorer=scorer, prompts=held_out.prompts,
                           left_out=held_out.kept.dropped)
     try:

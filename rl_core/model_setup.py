@@ -200,13 +200,14 @@ def chat_template(directory: Path) -> str:
 # -- checking a directory
 
 
-def check_model(directory: Path) -> ModelFacts:
-    """Facts of a Hugging Face causal LM directory. Raises ConfigError naming `model.path` and what is wrong."""
+def check_model(directory: Path, *, classifier: bool = False) -> ModelFacts:
+    """Facts of a Hugging Face causal LM directory, or with `classifier` also of a sequence classifier's. Raises
+    ConfigError naming `model.path` and what is wrong."""
     if not directory.is_dir():
         _refuse(directory, "is not a directory; give one written by save_pretrained")
     settings = _json_object(directory, "config.json")
     shapes = tensor_shapes(directory)
-    _check_architecture(directory, settings)
+    _check_architecture(directory, settings, classifier=classifier)
     text: dict[str, Any] = settings.get("text_config") or settings
     facts = ModelFacts(parameters=sum(_count(shape) for shape in shapes.values()),
                        context=int(text.get("max_position_embeddings") or text.get("n_positions") or 0),
@@ -239,13 +240,14 @@ def _json_object(directory: Path, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], payload)
 
 
-def _check_architecture(directory: Path, settings: dict[str, Any]) -> None:
+def _check_architecture(directory: Path, settings: dict[str, Any], *, classifier: bool) -> None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     named: Any = settings.get("architectures") or []
     names = [named] if isinstance(named, str) else cast(list[str], named)
-    if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+    endings = ("ForCausalLM", "LMHeadModel", *(("ForSequenceClassification",) if classifier else ()))
+    if names and not any(name.endswith(endings) for name in names):
         _refuse(directory, f"holds {', '.join(names)}, not a causal language model")
     try:
         cast(Any, AutoConfig).from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from rl_core.config import Config
+from rl_core.config import CodeConfig, Config
 from rl_core.errors import BrokenFile, ConfigError, ShardCorrupt
 from rl_core.experience.columns import fixed_values
 from rl_core.experience.discovery import SHARD_NAME, run_digests, stream_names
@@ -47,7 +47,8 @@ Place = tuple[int, int]
 OF_THE_SHARDS = ("group_size", "sampling.", "data.train", "data.prompt_key", "data.answer_key", "data.max_samples",
                  "data.max_prompt_tokens", "data.overlong", "data.size")
 """Settings, or beginnings of their names, that the shards were made by."""
-OF_THE_REWARD = ("reward", "scoring.signature", "scoring.pattern")
+OF_THE_REWARD = ("reward", "scoring.signature", "scoring.pattern", "scoring.weight", "scoring.parts",
+                 *(f"scoring.code.{name}" for name in CodeConfig.model_fields))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

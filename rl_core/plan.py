@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import field as made_by
 from typing import Any, cast
 
 import yaml
@@ -32,6 +33,7 @@ from rl_core.errors import ConfigError, refuse
 from rl_core.foreign_keys import answer
 from rl_core.loss_settings import LossConfig
 from rl_core.reward_settings import check_scoring, with_task
+from rl_core.role_plan import asked_roles, held_role_bytes, policy_learns, role_words, saved_role_bytes
 from rl_core.schedules import checkpoints_at_once
 from rl_core.validation_plan import check_validation, check_validation_inputs
 from rl_core.variants import carried, variants
@@ -210,6 +212,8 @@ class InputFacts:
     """Held-out prompts that are left out."""
     warnings: tuple[str, ...] = ()
     """What a person should know of the data and the reward, and what refuses nothing."""
+    role_bytes: Mapping[str, int] = made_by(default_factory=dict[str, int])
+    """Of the float32 parameters of every model beside the policy, by role."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +285,12 @@ def check(config: Config) -> None:
     if c.offline and loss.proximal == "loglinear":
         refuse("learner.loss.proximal", "loglinear", "is reckoned by the ages of tokens, and those of another run's "
                "shards have none; use recompute")
+    if c.offline and c.rollout.group_filter is not None:
+        refuse("rollout.group_filter", c.rollout.group_filter, "is asked before a group lands, and those of another "
+               "run have landed; use rollout.no_spread, or leave it out")
+    if c.offline and c.data.sampler is not None:
+        refuse("data.sampler", c.data.sampler, "orders prompts that are sampled, and this run samples none; leave it "
+               "out")
     if c.data.rescore and not c.offline:
         refuse("data.rescore", True, "is for a run on another run's shards; set data.shards_from, too")
     smallest = c.groups_per_step % c.minibatch_groups or c.minibatch_groups
@@ -305,6 +315,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     group_bytes = worst // 2
     model_bytes = facts.model_bytes if facts else 0
     reserve = RESERVE_BYTES + 4 * checkpoints_at_once(config) * model_bytes + (config.weights.keep + 1) * model_bytes
+    of_roles: Mapping[str, int] = facts.role_bytes if facts else {}
+    reserve += checkpoints_at_once(config) * saved_role_bytes(config.learner, of_roles)
     total = config.groups_per_step * config.total_steps
     kept = reserve + (facts.copied_bytes if facts else 0)
     disk = kept + group_bytes * min(total, groups_at_once(config)) + BYTES_PER_STEP * config.total_steps
@@ -324,7 +336,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     return Plan(
         total_groups=total,
         total_trajectories=total * config.group_size,
-        updates=config.total_steps * config.updates_per_step,
+        updates=sum(policy_learns(config.learner, step) for step in range(config.total_steps))
+        * config.updates_per_step,
         publications=config.total_steps // config.publish_every + 1,
         staleness_limit=config.staleness.limit,
         staleness_hard_max=config.staleness.effective_hard_max,
@@ -340,7 +353,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         group_bytes=group_bytes,
         reserve_bytes=reserve,
         disk_bytes=disk,
-        memory_bytes=model_bytes * (4 * config.learner.ranks + copies_of_weights(config) + 1),
+        memory_bytes=model_bytes * (4 * config.learner.ranks + copies_of_weights(config) + 1)
+        + config.learner.ranks * held_role_bytes(of_roles),
         gpus=gpus_by_role(config),
     )
 
@@ -361,7 +375,8 @@ def gpus_by_role(config: Config) -> dict[str, float]:
 
     asked = {"learner": config.learner.ranks * of_one(config.learner),
              "rollout": 0.0 if config.offline else config.rollout.workers * of_one(config.rollout.engine),
-             "validation": of_one(config.validation_engine) if config.data.validation is not None else 0.0}
+             "validation": 0.0 if config.data.validation is None or config.validates_lent
+                           else of_one(config.validation_engine)}
     return {role: gpus for role, gpus in asked.items() if gpus}
 
 
@@ -405,6 +420,7 @@ def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
                     f"{config.rollout.workers} worker(s), {_engine_words(config.rollout.engine)}"),
         ("learner", f"{config.learner.ranks} rank(s), {config.learner.loss.name}, {config.learner.advantage.name}, "
                     f"lr {config.learner.lr:g}"),
+        *([("beside the policy", role_words(config.learner))] if asked_roles(config.learner) else []),
         ("validation", _validation_words(config)),
         ("disk", f"about {_size(plan.disk_bytes)}{'' if known else ' beside the model'} of "
                  f"{_size(config.storage.bytes_quota)}"),
@@ -418,7 +434,8 @@ def _validation_words(config: Config) -> str:
     if config.data.validation is None:
         return "none"
     when = "of the newest weights, nothing else" if config.validation.only else f"every {config.validation.every} steps"
-    return f"{when}, 1 greedy and {config.validation.answers - 1} sampled answers a prompt"
+    by = ", by one of rollout's servers" if config.validates_lent else ""
+    return f"{when}, 1 greedy and {config.validation.answers - 1} sampled answers a prompt{by}"
 
 
 def _tiny_words(model: TinyModel) -> str:

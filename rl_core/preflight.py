@@ -13,10 +13,13 @@ from pathlib import Path
 from rl_core.config import Config, DataSource, LocalModel, SglangEngineConfig, TinyModel
 from rl_core.engine_plan import missing_programs
 from rl_core.errors import ConfigError
+from rl_core.hooks.trial import check_hooks
 from rl_core.hub import hub_id
 from rl_core.model_setup import ModelFacts, check_model, loaded_bytes, model_directory
 from rl_core.plan import InputFacts
+from rl_core.role_models import check_role_contexts, check_role_models, copied_role_bytes, role_bytes
 from rl_core.rollout.data_warnings import warnings_of
+from rl_core.rollout.group_filter import check_group_filter
 from rl_core.rollout.prompts import PromptSource, Tokenizer, load_tokenizer
 from rl_core.rollout.rewards.scoring import check_reward
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
@@ -50,7 +53,7 @@ def devices(config: Config) -> dict[str, str]:
     on another run's shards has no engine but that of its validation."""
     engine = config.rollout.engine
     elsewhere = config.offline or (isinstance(engine, SglangEngineConfig) and engine.urls)
-    elsewhere = elsewhere and config.data.validation is None
+    elsewhere = elsewhere and (config.data.validation is None or config.validates_lent)
     return {"learner.device": config.learner.device} | ({} if elsewhere else {"rollout.engine.device": engine.device})
 
 
@@ -82,15 +85,21 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
             raise ConfigError("\n".join(missing))
     found = model_inputs(config, models, placed)
     model = found.model
+    roles = check_role_models(config, model, found.tokenizer)
     # Lengths are exact wherever the plan could refuse one.
-    room = min(model.context, config.learner.token_budget) - config.sampling.max_new_tokens
+    room = min(model.context, config.learner.token_budget, *(role.context for role in roles.values())) \
+        - config.sampling.max_new_tokens
     prompts = PromptSource(config, found.tokenizer, vocab_size=model.vocabulary, exact_above=room)
     of_reward = check_reward(config, rows=prompts)
+    check_group_filter(config)
+    check_hooks(config)
     lengths, known, held_out = prompts.lengths, prompts.exact, prompts.held_out
+    check_role_contexts(config, roles, longest=int(lengths.max(initial=0)) + config.sampling.max_new_tokens)
     facts = InputFacts(rows=len(prompts), longest_prompt=int(lengths.max(initial=0)),
                        mean_prompt=float(lengths[known].mean()) if known.any() else 0.0,
                        validation_rows=len(held_out.prompts), model_bytes=4 * model.parameters,
-                       copied_bytes=found.copied_bytes,
+                       copied_bytes=found.copied_bytes + copied_role_bytes(config.learner),
+                       role_bytes=role_bytes(config, roles, 4 * model.parameters),
                        longest_validation=max((len(prompt.token_ids_P) for prompt in held_out.prompts), default=0),
                        context=model.context, vocabulary=model.vocabulary, dropped=prompts.dropped,
                        dropped_validation=held_out.kept.dropped, warnings=(*warnings_of(prompts, held_out), *of_reward))

@@ -31,7 +31,7 @@ from rl_core.experience.schema import cached_schema
 from rl_core.experience.shards import ShardWriter
 from rl_core.experience.verify import DIGEST_PREFIX, map_shard, shard_key, verified_batch
 from rl_core.offline import Taken
-from rl_core.run_dir import RunDir, check_attempt, file_numbers, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, check_attempt, numbered, put_if_absent, read_json, to_json
 from rl_core.types import FINISH_CODES, Outcome, Prompt, Score, parse_group_id
 
 STREAM = "rescored"
@@ -195,7 +195,7 @@ def _landed(run: RunDir) -> dict[str, str]:
     """Taken shard -> the one that has landed in its place, by earlier starts."""
     found: dict[str, str] = {}
     for stream in stream_names(run.streams):
-        for seq in file_numbers(run.stream(stream), SHARD_NAME.pattern):
+        for seq, _ in numbered(run.stream(stream), SHARD_NAME.pattern):
             if (key := origin_of(run, stream, seq)) is not None:
                 found.setdefault(key, shard_key(stream, seq))
     return found

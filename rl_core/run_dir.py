@@ -235,6 +235,15 @@ class RunDir:
         return self.root / "model"
 
     @property
+    def roles(self) -> Path:
+        """Directories that models beside the policy were loaded from, by role; absent where all are the initial model.
+        """
+        return self.root / "roles"
+
+    def role(self, role: str) -> Path:
+        return self.roles / role
+
+    @property
     def versions(self) -> Path:
         return self.root / "versions"
 
@@ -257,6 +266,14 @@ class RunDir:
         return self.checkpoints / f"n-{n:09d}"
 
     # -- experience
+    @property
+    def orders(self) -> Path:
+        """Orders of the prompts by a function (rl_core/rollout/orders.py)."""
+        return self.root / "orders"
+
+    def order(self, dataset_epoch: int) -> Path:
+        return self.orders / f"epoch-{dataset_epoch:06d}.json"
+
     @property
     def streams(self) -> Path:
         return self.root / "streams"
@@ -384,10 +401,19 @@ class RunDir:
         """stdout and stderr of a server that a rollout worker runs; tasks/leftovers.py knows its processes by it."""
         return self.logs / f"{worker}-server-{i}.log"
 
+    def component_log(self, component: str) -> Path:
+        """What a process of the run logs, a JSON object a line (rl_core/run_log.py): `owner`, `learner-0` ..."""
+        return self.logs / f"{component}.jsonl"
+
     @property
     def stalls(self) -> Path:
         """Who waited on whom, a line each minute of a wait that lasted."""
         return self.logs / "stalls.log"
+
+    @property
+    def screens(self) -> Path:
+        """Pages of the run that could not be made, a line each."""
+        return self.logs / "screens.log"
 
     @property
     def figures(self) -> Path:
@@ -397,6 +423,12 @@ class RunDir:
     def services(self) -> Path:
         """Addresses, pids and heartbeat of the private services of this run."""
         return self.root / "services"
+
+    @property
+    def prometheus(self) -> Path:
+        """Where Prometheus finds the owner's endpoint, in the form of its file_sd_configs (so without `format`). There
+        while the owner serves it, and behind an owner that died or failed."""
+        return self.root / "prometheus.json"
 
     @property
     def mlflow_run(self) -> Path:

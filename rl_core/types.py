@@ -100,6 +100,19 @@ class Lease:
         return group_id(self.prompt.dataset_epoch, self.prompt.prompt_idx, self.try_no)
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a part did from one moment to another, by its own clock. `Span("update", 1_700_000_000_000_000,
+    1_700_000_000_250_000, 12)`: a quarter of a second in step 12. For people only: nothing is decided by it."""
+
+    name: str
+    begin_us: int
+    """Microseconds since 1970 UTC."""
+    end_us: int
+    of: int | None = None
+    """Number of what it was about: training step, weight version, shard, training steps behind a checkpoint."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
     """One response to sample. Token ids in, token ids and log-probs out."""
@@ -294,6 +307,10 @@ class StepRecord:
     """Data source -> n (answers), reward_mean, correct (share), length_mean (tokens), of the claim."""
     parts: dict[str, float] = field(default_factory=dict[str, float])
     """Mean of every reward part of the claim by its name; the first ones are metrics, too."""
+    roles: dict[str, str] = field(default_factory=dict[str, str])
+    """Digest of the weights, behind the step, of every model beside the policy that learns: critic, reference."""
+    spans: tuple[Span, ...] = ()
+    """What rank 0 did since the record before: states of its interval ledger, and the stages of steps (timeline.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

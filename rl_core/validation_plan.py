@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rl_core.config import Config, ValidationConfig
+from rl_core.config import Config, SglangEngineConfig, ValidationConfig
 from rl_core.errors import refuse
 
 BYTES_PER_ANSWER = 1024
@@ -26,6 +26,8 @@ def check_validation(config: Config) -> None:
     v = config.validation
     if v.only and config.data.validation is None:
         refuse("validation.only", True, "there is nothing to validate on: set data.validation")
+    if config.validates_lent:
+        _check_replica(config)
     for name in () if v.sampled else of_sampled(v):
         refuse(f"validation.{name}", getattr(v, name), "belongs to sampled answers, and validation.sampled is false; "
                "set it to true")
@@ -36,6 +38,20 @@ def check_validation(config: Config) -> None:
     if v.sampled and v.n > 1 and v.temperature is None and config.sampling.temperature == 0:
         refuse("validation.n", v.n, "all answers would be the greedy one, since sampling.temperature is 0; set "
                "validation.temperature")
+
+
+def _check_replica(config: Config) -> None:
+    """Whether rollout has a server that it can do without for a validation."""
+    engine = config.rollout.engine
+    if not isinstance(engine, SglangEngineConfig):
+        refuse("validation.engine", "replica", f"takes one of rollout's servers, and engine {engine.type} has none; "
+               "use embedded")
+    if config.validation.only or config.offline:
+        refuse("validation.engine", "replica", "takes one of rollout's servers, and this start has no rollout; use "
+               "embedded")
+    if engine.servers < 2:
+        refuse("validation.engine", "replica", "takes one server of a rollout worker, which has no other one to go on "
+               "with; use embedded, or two servers or more (rollout.engine.replicas, rollout.engine.urls)")
 
 
 def check_validation_inputs(config: Config, *, rows: int, longest: int, context: int) -> None:

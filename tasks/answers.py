@@ -1,21 +1,25 @@
-"""What `headway inspect` shows: the answers of a step, of a group, or the best and worst of a run, with their texts.
+"""What `headway inspect` shows: the answers of a step, a group or a validation, or the best and worst of a run, with
+their texts; those of a step or a validation also as a page.
 
 Read from the run directory alone, gap by gap: what cannot be read is named in `gaps`. Reports are JSON values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core import frames
 from rl_core.errors import ConfigError
 from rl_core.experience.ledger import read_claim
 from rl_core.gaps import Gaps, found, merged
+from rl_core.pages.answers import step_page, validation_page
 from rl_core.records import read_record
-from rl_core.run_dir import RunDir, file_numbers, json_values
+from rl_core.run_dir import RunDir, file_numbers, json_values, put_if_absent
+from rl_core.validation import read_table, read_validation, validated_steps
 from tasks.inspection import open_run
 from tasks.paths import run_dir
 
@@ -102,6 +106,58 @@ def run_extremes(run_key: str, order: Order, count: int, step: int | None = None
     return json_values({"run_key": run_key, "order": order, "step": step, "gaps": gaps, "answers": [
         {name: row[name] for name in kept} | _of_answer(row)
         for row in frames.rows_of(frames.with_text(chosen, run))]})
+
+
+def run_validation(run_key: str, step: int) -> dict[str, Any]:
+    """The answers that the validation after `step` training steps keeps. Raises ConfigError where there is none."""
+    run = _open(run_key)
+    record, gaps = _validated(run, run_key, step), Gaps()
+    rows = found(partial(read_table, run, step), str(run.validation_table(step)), gaps) or []
+    return json_values({"run_key": run_key, "validation": step, "v": record["v"], "n": record.get("n"),
+                        "greedy_accuracy": record.get("greedy_accuracy"), "answers": rows, "gaps": gaps})
+
+
+def write_step_page(run_key: str, step: int | None, out: str, *, logprobs: bool = False) -> dict[str, Any]:
+    """The answers of a step, by default the newest claimed one, as a page in the file `out`; returns what was written.
+
+    `logprobs`: train the step again first, and show what the learner says of its tokens. Raises ConfigError where there
+    is no such claim, or where `out` is there already; ReplayUnavailable where the step cannot be trained again.
+    """
+    run = _open(run_key)
+    step = _claimed(run, run_key, step)
+
+    def made() -> str:
+        if not logprobs:
+            return step_page(run, step)
+        from rl_core.learner.step_logprobs import step_logprobs  # here: torch takes seconds to import
+
+        return step_page(run, step, step_logprobs(run, step))
+
+    return {"run_key": run_key, "step": step} | _write_page(out, made)
+
+
+def write_validation_page(run_key: str, step: int, out: str) -> dict[str, Any]:
+    """The answers that a validation keeps, as a page in the file `out`. Raises ConfigError as above."""
+    run = _open(run_key)
+    _validated(run, run_key, step)
+    return {"run_key": run_key, "validation": step} | _write_page(out, lambda: validation_page(run, step))
+
+
+def _write_page(out: str, make: Callable[[], str]) -> dict[str, Any]:
+    path = Path(out)
+    page = b"" if path.exists() else make().encode()
+    if not page or not put_if_absent(path, page):
+        raise ConfigError(f"--html {out!r}: is there already, and nothing is overwritten; name another file")
+    return {"html": str(path.resolve()), "bytes": len(page)}
+
+
+def _validated(run: RunDir, run_key: str, step: int) -> dict[str, Any]:
+    try:
+        return read_validation(run, step)
+    except FileNotFoundError:
+        known = ", ".join(map(str, validated_steps(run)))
+        raise ConfigError(f"--validation {step}: {run_key} was not validated after {step} training steps; "
+                          + (f"it was after {known}" if known else "it has no validation yet")) from None
 
 
 def _first(answers: pd.DataFrame, order: Order, count: int) -> pd.DataFrame:

@@ -46,6 +46,7 @@ from tasks.hosted import Hosted, Identity, end_family
 from tasks.waiting import waiting
 
 if TYPE_CHECKING:
+    from rl_core.rollout.engine import Loan
     from rl_core.rollout.pump import CancelAnswer, WorkerLink
 
 NAMESPACE = "headway"
@@ -427,6 +428,8 @@ def _start(spec: ActorSpec, until: float) -> Handle:
         handle.kill()
         raise DeadlinePassed(f"{spec.role}/{spec.rank} did not start in {spec.start_s:g} s (deadlines.actor_start_s): "
                              f"it asks for {spec.gpus:g} GPUs, the cluster has {_resources()}") from None
+    if _connection is not None:
+        _connection.handles[spec.name] = handle  # it hears its owner while it is made, too, which may take minutes
     made = Pending(handle, "start", actor.make.remote(spec.attempt, spec.factory, dict(spec.kwargs)))
     try:
         made.result(until - time.monotonic())
@@ -503,6 +506,13 @@ class RemoteWorker:
     def swap(self, version: WeightVersion) -> str:
         return self.handle.call("swap", version, deadline_s=self._swap_s)
 
+    def lend(self, version: WeightVersion, wait_s: float, for_s: float) -> Loan:
+        """Raises DeadlinePassed where no server can be spared in `wait_s`; else as RolloutWorker.lend."""
+        return self.handle.call("lend", version, wait_s, for_s, deadline_s=wait_s + self._swap_s)
+
+    def take_back(self, loan_id: str) -> None:
+        self.handle.call("take_back", loan_id, deadline_s=self._swap_s)
+
     def kill(self) -> None:
         self.handle.kill()
 
@@ -529,6 +539,23 @@ class RemotePool:
         with self._lock:
             self._workers[name] = self._link(name, start_or_adopt(self._specs[name], fresh=True))
             return self._workers[name]
+
+    def lender(self) -> RemoteWorker:
+        """The worker whose servers are lent, in its newest incarnation: the first one. Raises DeadPart when it has been
+        ended."""
+        with self._lock:
+            name = next(iter(self._specs))
+            if name not in self._workers:
+                raise DeadPart(f"worker {name}: has been ended, and lends no server")
+            return self._workers[name]
+
+    def cancel_all(self) -> None:
+        """End what the workers generate; they stay, and their servers."""
+        with self._lock:
+            workers = list(self._workers.values())
+        for worker in workers:
+            with suppress(DeadPart):  # what it generates has ended with it
+                worker.cancel(list(worker.events(0.0).status.in_flight))
 
     def kill(self) -> None:
         """End all workers, together."""

@@ -1,9 +1,13 @@
-"""`headway deploy`: a prefect.yaml registered with the kept Prefect server, by Prefect's own command."""
+"""`headway deploy`: a prefect.yaml registered with the kept Prefect server, by Prefect's own command; schedule and
+parameters of the nightly on top of it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +18,96 @@ from tasks import kept, servers, silent_runs
 
 DEPLOY_S = 120.0
 """For all of them; Prefect's command takes a few seconds."""
+NIGHTLY = "nightly/nightly"
+NO_CRON = "none"
 
 
-def deploy(home: Path, directory: Path, source: Path) -> list[dict[str, Any]]:
+def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None, timezone: str | None = None,
+           parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Register all deployments of a prefect.yaml; returns `{"name": "train/adhoc", "id": ..., "url": ...}` of each.
 
-    `directory`: where relative paths of their runs begin. Deploying again changes what is there. Raises ConfigError
-    where no server is kept, or the file cannot be read; DeadPart with what Prefect says.
+    `directory`: where relative paths of their runs begin. Deploying again changes what is there; of NIGHTLY the
+    schedule stays without `cron` (NO_CRON takes it away), and the parameters that are not in `parameters` (None takes
+    one away). Raises ConfigError where no server is kept, the file cannot be read, or has no NIGHTLY to schedule, and
+    for a cron that is none; DeadPart with what Prefect says.
     """
+    if cron is not None:
+        check_cron(cron, timezone)
     page, api = kept.address(home, "prefect"), kept.prefect_api(home)
     if page is None or api is None:
         raise ConfigError(f"no Prefect server is kept under {home}: `headway services up`")
     auth = servers.prefect_auth(home)
     names = _names(source)
+    if (cron is not None or parameters) and NIGHTLY.partition("/")[2] not in names:
+        raise ConfigError(f"--cron, --param: {source} has no deployment {NIGHTLY}; there are {', '.join(names)}")
     silent_runs.ensure(api, auth)
     env = servers.clean_environ() | servers.own_path() | servers.not_proxied() \
         | servers.prefect_client_env(home, api, auth) | {"PWD": str(directory), "PYTHONSAFEPATH": "1",
                                                          "PREFECT_LOGGING_LEVEL": "WARNING", "NO_COLOR": "1"}
-    try:
-        done = subprocess.run([sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy", "--all",
-                               "--prefect-file", str(source)], env=env, cwd=directory, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=DEPLOY_S)
-    except subprocess.TimeoutExpired:
-        raise DeadPart(f"prefect deploy did not end in {DEPLOY_S:.0f} s") from None
+    before = servers.prefect_call(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
+    with _with_parameters(home, source, {} if before is None else before["parameters"], parameters or {}) as file:
+        try:
+            done = subprocess.run([sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy", "--all",
+                                   "--prefect-file", str(file)], env=env, cwd=directory, stdin=subprocess.DEVNULL,
+                                  capture_output=True, text=True, timeout=DEPLOY_S)
+        except subprocess.TimeoutExpired:
+            raise DeadPart(f"prefect deploy did not end in {DEPLOY_S:.0f} s") from None
     said = done.stdout + done.stderr
     if done.returncode:
         raise DeadPart(f"prefect deploy ended with {done.returncode}:\n{said.strip()}")
+    if cron is not None:
+        _schedule(api, auth, cron, timezone)
     return [_registered(page, api, auth, name, said) for name in names]
+
+
+def check_cron(cron: str, timezone: str | None) -> None:
+    """Raises ConfigError for what is no schedule, or no time zone."""
+    from prefect.client.schemas.schedules import CronSchedule
+    from pydantic import ValidationError
+
+    fields = len(cron.split())
+    try:
+        if cron == NO_CRON:
+            return
+        CronSchedule(cron="0 0 * * *", timezone=timezone)
+    except ValidationError:
+        raise ConfigError(f"--timezone {timezone!r}: no time zone; write it as in Europe/Berlin") from None
+    try:
+        if fields != 5:
+            raise ValueError(f"it has {fields} fields")
+        CronSchedule(cron=cron)
+    except ValueError as error:
+        why = "" if isinstance(error, ValidationError) else f" ({error})"
+        raise ConfigError(f"--cron {cron!r}: no schedule{why}; write five fields, minute, hour, day, month and "
+                          f"weekday, as in '0 2 * * *' for two every night, or {NO_CRON}") from None
+
+
+@contextmanager
+def _with_parameters(home: Path, source: Path, before: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Path]:
+    """The prefect.yaml with the parameters of NIGHTLY as they were and those that are given; None takes one away."""
+    if not before and not given:
+        yield source
+        return
+    tree = yaml.safe_load(source.read_text())
+    for one in tree["deployments"]:
+        if one["name"] == NIGHTLY.partition("/")[2]:
+            wanted = {**(one.get("parameters") or {}), **before, **given}
+            one["parameters"] = {name: value for name, value in wanted.items() if value is not None}
+    with tempfile.NamedTemporaryFile("w", dir=kept.directory(home), prefix="deployments-", suffix=".yaml") as file:
+        file.write(yaml.safe_dump(tree, sort_keys=False))
+        file.flush()
+        yield Path(file.name)
+
+
+def _schedule(api: str, auth: str, cron: str, timezone: str | None) -> None:
+    """Give NIGHTLY this schedule, and no other. Raises DeadPart."""
+    found = servers.prefect_call(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
+    place = f"/deployments/{found['id']}/schedules" if found else ""
+    for one in servers.prefect_call(api, auth, "GET", place) or () if found else ():
+        servers.prefect_call(api, auth, "DELETE", f"{place}/{one['id']}")
+    if cron != NO_CRON and (not found or servers.prefect_call(api, auth, "POST", place, [
+            {"schedule": {"cron": cron, "timezone": timezone or "UTC"}, "active": True, "slug": "headway"}]) is None):
+        raise DeadPart(f"the Prefect server at {api} did not take the schedule {cron!r} of {NIGHTLY}")
 
 
 def _names(source: Path) -> list[str]:
@@ -57,5 +124,7 @@ def _registered(page: str, api: str, auth: str, name: str, said: str) -> dict[st
     if not found:
         raise DeadPart(f"prefect deploy did not register {name!r}:\n{said.strip()}")
     flow = servers.prefect_call(api, auth, "GET", f"/flows/{found[0]['flow_id']}")
+    schedules = [one["schedule"] for one in found[0].get("schedules") or () if one.get("active")]
     return {"name": f"{flow['name']}/{name}", "id": found[0]["id"],
-            "url": f"{page}/deployments/deployment/{found[0]['id']}"}
+            "url": f"{page}/deployments/deployment/{found[0]['id']}", "parameters": found[0].get("parameters") or {},
+            "schedules": [f"{one['cron']} {one.get('timezone') or 'UTC'}" for one in schedules if "cron" in one]}

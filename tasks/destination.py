@@ -23,6 +23,8 @@ class Destination:
     artifacts: str | None
     """Artifact location of a new experiment; None leaves it to the server."""
     why: str
+    page: str | None = None
+    """Address of a server that shows what is tracked; None where none is known to be up."""
 
     def __str__(self) -> str:
         return f"{redact(self.uri)} ({self.why})"
@@ -40,10 +42,13 @@ def destination(config: Config, home: Path, environ: Mapping[str, str] = os.envi
     root = home.resolve() / "mlflow"
     if not uri or (why == "MLFLOW_TRACKING_URI" and uri.rstrip("/") == kept.address(home, "mlflow")):
         own = "default" if databases.is_sqlite(home, "mlflow") else "chosen by `headway services up`"
-        return Destination(uri=databases.url(home, "mlflow"), artifacts=(root / "artifacts").as_uri(), why=own)
+        return Destination(uri=databases.url(home, "mlflow"), artifacts=(root / "artifacts").as_uri(), why=own,
+                           page=kept.address(home, "mlflow"))
     if "://" not in uri:
         raise ConfigError(f"{why} is {uri!r}; write sqlite:////path/mlflow.db or http://host:port")
-    return Destination(uri=uri, artifacts=None if uri.startswith("http") else (root / "artifacts").as_uri(), why=why)
+    if uri.startswith("http"):
+        return Destination(uri=uri, artifacts=None, why=why, page=redact(uri).rstrip("/"))
+    return Destination(uri=uri, artifacts=(root / "artifacts").as_uri(), why=why)
 
 
 def redact(uri: str) -> str:

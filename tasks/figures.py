@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.curves import SMOOTH_STEPS, Curve, smooth
 from rl_core.history import History, read_history
 from rl_core.landed_groups import trained_ages
 from rl_core.metrics import STATES
@@ -24,8 +27,9 @@ if TYPE_CHECKING:
 
 INK, FAINT = "#1f2937", "#d1d5db"
 BLUE, ORANGE, TEAL = "#2563eb", "#ea580c", "#0d9488"
+RUN_COLORS = (BLUE, ORANGE, TEAL, "#7c3aed", "#be185d", "#a16207")
+"""Of runs that are compared."""
 STATE_COLORS = {"busy": "#2563eb", "waiting": "#e5e7eb", "syncing": "#f59e0b", "paused": "#9ca3af"}
-SMOOTH_STEPS = 9
 SOURCE_STYLES = ("dashed", "dotted", "dashdot", (0, (5, 1)))
 """Lines of the first data sources."""
 TIMELINE_CELLS = 240
@@ -67,17 +71,6 @@ def _canvas(rows: int, title: str, *, height: float) -> tuple[Figure, list[Axes]
     return figure, axes
 
 
-def smooth(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """Centred moving mean over the finite values; shorter at both ends. NaN where the window has none."""
-    finite = np.isfinite(values)
-    masked = (np.where(finite, values, 0.0), finite.astype(float))
-    sums, counts = (np.concatenate([[0.0], np.cumsum(x)]) for x in masked)
-    at = np.arange(len(values))
-    lo, hi = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
-    with np.errstate(invalid="ignore"):
-        return (sums[hi] - sums[lo]) / (counts[hi] - counts[lo])
-
-
 def learning_curve(history: History, title: str) -> Figure:
     """Reward of the trained answers by step, and accuracy on held-out prompts: greedy with its 95 % interval, sampled,
     and greedy of the first data sources if there are several."""
@@ -102,6 +95,25 @@ def learning_curve(history: History, title: str) -> Figure:
     ax.grid(axis="y", color=FAINT, linewidth=0.6)
     ax.set_axisbelow(True)
     ax.legend(frameon=False, fontsize=9, loc="best")
+    return figure
+
+
+def compared_curves(curves: Sequence[Curve]) -> Figure:
+    """Reward of the trained answers of several runs by step, and below it their greedy accuracy with its 95 % interval.
+    """
+    figure, (above, below) = _canvas(2, " | ".join(curve.run_key for curve in curves), height=6.4)
+    for curve, color in zip(curves, cycle(RUN_COLORS), strict=False):
+        above.plot(curve.done_K, curve.reward_K, color=color, alpha=0.25, linewidth=1)
+        above.plot(curve.done_K, smooth(curve.reward_K, SMOOTH_STEPS), color=color, linewidth=1.8, label=curve.run_key)
+        below.fill_between(curve.done_V, curve.low_V, curve.high_V, color=color, alpha=0.13, linewidth=0)
+        below.plot(curve.done_V, curve.accuracy_V, color=color, marker="o", markersize=4, linewidth=1.4)
+    above.set_ylabel(f"reward (mean of {SMOOTH_STEPS} steps)", color=INK)
+    below.set_ylabel("held-out accuracy, greedy", color=INK)
+    below.set_xlabel("training steps", color=INK)
+    for ax in (above, below):
+        ax.grid(axis="y", color=FAINT, linewidth=0.6)
+        ax.set_axisbelow(True)
+    above.legend(frameon=False, fontsize=9, loc="best")
     return figure
 
 

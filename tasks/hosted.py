@@ -12,14 +12,19 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_core.errors import StaleAttempt
 from rl_core.run_dir import boot_id
+from rl_core.run_log import STORY, RunLog, at_step
 from tasks import keeper
 
+TOLD = ("step", "version")
+"""Parameters that a call has when it is told in the log: those that ask or say what is new come twice a second."""
 CLOSE_S = 2.0
 """What `close` of a role may take before a silent owner's actor ends without it."""
 
@@ -66,6 +71,7 @@ class Hosted:
         self._timeout_s, self._heard = owner_timeout_s, time.monotonic()
         self._lock = threading.Lock()
         self._hosted: Any = None
+        self._log: RunLog | None = None
         # Before the role's modules are imported, which read these once.
         os.environ |= {**environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
                        "OPENBLAS_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -75,6 +81,7 @@ class Hosted:
         sys.path += [path for path in paths if path not in sys.path and os.path.isdir(path)]
         if log is not None:
             _redirect(log)
+            self._open_log(Path(log))
         threading.Thread(target=self._watch, name="owner-watchdog", daemon=True).start()
 
     def make(self, attempt: int, factory: str, kwargs: dict[str, Any]) -> None:
@@ -101,11 +108,37 @@ class Hosted:
         self._hear(attempt)
         bound = getattr(self._hosted, method)
         parameters = inspect.signature(bound).parameters
-        if "attempt" in parameters and "attempt" not in kwargs:
-            place = list(parameters).index("attempt")
-            if len(args) <= place:
-                kwargs = {**kwargs, "attempt": attempt}
-        return bound(*args, **kwargs)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if "attempt" in parameters and "attempt" not in given:
+            kwargs = {**kwargs, "attempt": attempt}
+        with at_step(given.get("step")):
+            return self._told(method, given, lambda: bound(*args, **kwargs))
+
+    def _told(self, method: str, given: Mapping[str, Any], work: Callable[[], Any]) -> Any:
+        """Do it, and say in the log how it ended."""
+        begun = time.monotonic()
+        try:
+            answer = work()
+        except Exception as error:
+            STORY.error("%s failed after %.3f s: %s: %s", method, time.monotonic() - begun, type(error).__name__, error,
+                        exc_info=error)
+            raise
+        if any(name in given for name in TOLD):
+            version = f" v {getattr(given['version'], 'v', None)}" if "version" in given else ""
+            STORY.info("%s%s: %.3f s", method, version, time.monotonic() - begun)
+        return answer
+
+    def _open_log(self, log: Path) -> None:
+        """The structured one, beside what the process writes to stdout and stderr."""
+        with suppress(OSError):
+            self._log = RunLog(log.with_suffix(".jsonl"), run_key=log.parent.parent.name, component=log.stem,
+                               attempt=lambda: self._attempt)
+            STORY.info("pid %d, %s", os.getpid(), self._label)
+
+    def close_log(self) -> None:
+        """For a process that goes on; an actor ends with its log open."""
+        if self._log is not None:
+            self._log.close()
 
     def _hear(self, attempt: int) -> None:
         with self._lock:
@@ -119,6 +152,7 @@ class Hosted:
         while (silent := time.monotonic() - self._heard) <= self._timeout_s:
             time.sleep(min(1.0, self._timeout_s / 10))
         print(f"{self._label}: no owner for {silent:.1f} s, ending", file=sys.stderr, flush=True)
+        STORY.warning("no owner for %.1f s, ending", silent)
         if hasattr(self._hosted, "close"):
             closing = threading.Thread(target=self._hosted.close, name="close", daemon=True)
             closing.start()

@@ -53,6 +53,19 @@ def read_result(run: RunDir) -> dict[str, Any]:
         return {}
 
 
+def state_of(run: RunDir, view: dict[str, Any], result: dict[str, Any], *, alive: bool) -> str:
+    """What a live owner does, by its status view, or how the last attempt ended: `stopped` where it did not say."""
+    if alive:
+        return view.get("state", "starting")
+    last = result.get("attempt") == newest_attempt(run) and result.get("revision", 0) == current_revision(run)
+    return result.get("status", "stopped") if last else "stopped"
+
+
+def cause_of(result: dict[str, Any]) -> str:
+    """Why a failed attempt failed."""
+    return f"{result['error']}: {result['message']}"
+
+
 def is_completed(run: RunDir) -> bool:
     """Whether the run is at its end under its current settings: an amendment re-opens it, and a start that only
     validates does not end it."""
@@ -80,12 +93,8 @@ def run_status(run_key: str) -> dict[str, Any]:
     identity = open_run(run, run_key)
     view, result, revision = read_status(run), read_result(run), current_revision(run)
     alive, taken = owner_is_alive(run), read_taken(run)
-    if alive:
-        state = view.get("state", "starting")
-    else:
-        last = result.get("attempt") == newest_attempt(run) and result.get("revision", 0) == revision
-        state = result.get("status", "stopped") if last else "stopped"
-    cause = f"{result['error']}: {result['message']}" if state == "failed" else None
+    state = state_of(run, view, result, alive=alive)
+    cause = cause_of(result) if state == "failed" else None
     steps, validations = frames.steps(run, last=RECENT_STEPS), frames.validations(run)
     sources = frames.sources(run, last=RECENT_STEPS)
     trained = steps.index[steps["state"] == "trained"].tolist()

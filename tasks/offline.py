@@ -24,6 +24,7 @@ from rl_core.offline import (
 )
 from rl_core.plan import InputFacts
 from rl_core.revisions import config_of, current_revision
+from rl_core.role_models import place_roles
 from rl_core.run_dir import RunDir
 from rl_core.run_identity import check_inputs
 from tasks.inspection import open_run
@@ -136,7 +137,7 @@ def take_up(session: Session, prompts: PromptSource) -> Taken:
         taken = take_shards(parent, run, config)
     digests = {**model_digests(run.model), "data": prompts.digest}
     check_same_inputs(run.origin, key, digests)
-    check_inputs(run, {**digests, "shards": taken.digest}, rows=len(prompts))
+    check_inputs(run, {**digests, **place_roles(run, config), "shards": taken.digest}, rows=len(prompts))
     if taken.rescored and not run.rescored.exists():
         _rescore(session, taken, prompts)
     note_what_is_not_taken(run, taken, session.attempt)

@@ -8,26 +8,23 @@ in the run's logs: who waits on whom (tasks/waiting.py).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import Any, cast
-from uuid import UUID
-
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from typing import Any
 
 from rl_core.run_dir import RunDir, replace_file, to_json
+from rl_core.run_log import STORY
+from tasks.artifacts import tell_stall
 from tasks.waiting import StallReport, waits
 
 INTERVAL_S = 0.5
-
-# `_sync=True` asks for the form that blocks, whatever the context; Prefect's types do not show this argument.
-_create = cast(Callable[..., UUID], create_progress_artifact)
-_update = cast(Callable[..., UUID], update_progress_artifact)
+TOLD = {"state": logging.INFO, "note": logging.WARNING, "trouble": logging.WARNING}
+"""Fields whose news are logged, each as this."""
 
 
 class Progress:
@@ -44,6 +41,10 @@ class Progress:
         self._stalls = stalls or StallReport()
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self.view: dict[str, Any] = {}
+        """As it was written last."""
+        self._context = copy_context()
+        """Of the flow run, whose artifact a stall report is."""
         self._thread = threading.Thread(target=self._loop, name="progress", daemon=True)
         self._write()
         self._thread.start()
@@ -58,9 +59,13 @@ class Progress:
 
     def set(self, **fields: Any) -> None:
         with self._lock:
-            if fields.get("state", self._fields["state"]) != self._fields["state"]:
+            was = dict(self._fields)
+            if fields.get("state", was["state"]) != was["state"]:
                 fields["since_us"] = time.time_ns() // 1000
             self._fields.update(fields)
+        for name, level in TOLD.items():
+            if fields.get(name) is not None and fields[name] != was.get(name):
+                STORY.log(level, "%s: %s", name, fields[name])
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -72,7 +77,8 @@ class Progress:
         self._write()
         yield
         with self._lock:
-            self._fields["stages"][mine][1] = round(time.monotonic() - started, 3)
+            self._fields["stages"][mine][1] = seconds = round(time.monotonic() - started, 3)
+        STORY.info("stage %s: %.3f s", name, seconds)
         self._write()
 
     def close(self, **fields: Any) -> None:
@@ -90,45 +96,20 @@ class Progress:
             self._write()
 
     def _log_stall(self, report: str) -> None:
+        STORY.warning("stall: %s", report)
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n"
         with suppress(OSError):
             self._run.logs.mkdir(parents=True, exist_ok=True)
             with open(self._run.stalls, "a") as log:
-                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n")
+                log.write(line)
+        threading.Thread(target=self._context.copy().run, args=(tell_stall, line), name="stall-artifact",
+                         daemon=True).start()  # a server that hangs must not keep the view from being written
 
     def _write(self) -> None:
         with self._lock:
             fields = json.loads(json.dumps(self._fields))
+        self.view = {**fields, "live": self._live(), "actors": self._actors(),
+                     "waits": [wait.as_json() for wait in waits()], "stall": self._stalls.text,
+                     "ts_us": time.time_ns() // 1000}
         with suppress(OSError):  # a full disk must not end the run through its status line
-            replace_file(self._run.status, to_json({
-                **fields, "live": self._live(), "actors": self._actors(), "waits": [wait.as_json() for wait in waits()],
-                "stall": self._stalls.text, "ts_us": time.time_ns() // 1000}))
-
-
-class ProgressArtifact:
-    """The bar of the flow run in Prefect's UI, moved on a thread of its own: a training step never waits for it."""
-
-    PARTS = 50
-    """Updates over the whole run, at most."""
-
-    def __init__(self, total: int) -> None:
-        self._total = max(1, total)
-        self._id: UUID | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="progress-artifact")
-        self._shown = -1
-
-    def done(self, steps: int) -> None:
-        """Show that `steps` training steps are done. To be called inside the flow run."""
-        part = self.PARTS * steps // self._total
-        if part != self._shown:
-            self._shown = part
-            self._pool.submit(copy_context().run, self._show, 100.0 * steps / self._total)
-
-    def _show(self, percent: float) -> None:
-        with suppress(Exception):  # a view: Prefect being away is no reason to stop
-            if self._id is None:
-                self._id = _create(percent, key="progress", description="Training steps", _sync=True)
-            else:
-                _update(self._id, percent, _sync=True)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            replace_file(self._run.status, to_json(self.view))

@@ -41,8 +41,9 @@ def replayed_steps(run_key: str, steps: Sequence[int]) -> Iterator[dict[str, Any
 
 def _report(one: Replayed) -> dict[str, Any]:
     return {"step": one.step, "verdict": one.verdict, "checkpoint": one.checkpoint, "weights_digest": one.digests,
-            "claim_digest": one.claims, "environment": one.environment, "compared": len(one.metrics),
-            "differing": one.differing, "beyond_tolerance": sorted(one.beyond), "seconds": one.seconds}
+            "claim_digest": one.claims, "role_digests": one.roles, "environment": one.environment,
+            "compared": len(one.metrics), "differing": one.differing, "beyond_tolerance": sorted(one.beyond),
+            "seconds": one.seconds}
 
 
 def tried_steps(run_key: str, steps: Sequence[int], changes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from prefect import task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from rl_core.config import Config
 from rl_core.run_dir import OwnerLock, RunDir, read_json, replace_file, to_json
 from rl_core.run_identity import read_identity
 from rl_core.summary import summarize
+from tasks.artifacts import tell_summary
 from tasks.figures import draw_figures
 from tasks.paths import headway_home
+from tasks.screens import Screens
 from tasks.tracking import Tracker, destination
 
 if TYPE_CHECKING:
@@ -31,38 +30,25 @@ FLUSH_S = 30.0
 TELL_S = 10.0
 """Longest that it waits for Prefect to take its artifacts."""
 
-# `_sync=True` asks for the form that blocks, whatever the context; Prefect's types do not show this argument.
-_create_markdown = cast(Callable[..., Any], create_markdown_artifact)
-_create_link = cast(Callable[..., Any], create_link_artifact)
-
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
 def publish_report(session: Session) -> dict[str, Any]:
     """Write what a finished run leaves behind and return its summary (the keys of `headway train --json`)."""
     run, config, identity = session.run, session.config, session.identity
+    session.screens.end()  # the last pages are made beside the figures
     figures = draw_figures(run, title=identity.run_key, limit=config.staleness.limit)
     # So that the summary can name the MLflow run, also of a very short run.
     answers = session.tracker.flush(deadline_s=FLUSH_S)
     summary = summarize(run, run_key=identity.run_key, status="completed",
                         wall_s=time.monotonic() - session.started_s, mlflow_run_id=session.tracker.run_id).as_json()
     ended = None if session.ended is None else asdict(session.ended)  # None: validation.only, a later start goes on
-    telling = threading.Thread(target=copy_context().run, args=(_tell_prefect, summary, session.tracker.link),
+    telling = threading.Thread(target=copy_context().run, args=(tell_summary, summary),
                                name="prefect-artifacts", daemon=True)
     telling.start()  # beside the end of everything else, and no longer: a server may hang
     session.finish("completed", figures=figures, mlflow_answers=answers, summary=summary, ended=ended,
                    gathered=session.gathered)
     telling.join(TELL_S)
     return summary
-
-
-def _tell_prefect(summary: dict[str, Any], link: str | None) -> None:
-    """Summary and link to MLflow as artifacts of the flow run."""
-    with suppress(Exception):  # a view: Prefect being away does not make a trained run fail
-        _create_markdown(markdown=summary_markdown(summary), key="summary", description="Summary of the run",
-                         _sync=True)
-        if link is not None:
-            _create_link(link=link, link_text=f"MLflow run {summary['run_key']}", key="mlflow-run",
-                         description="Metrics, figures and parameters of this run", _sync=True)
 
 
 def track_again(run: RunDir, config: Config) -> dict[str, Any]:
@@ -76,6 +62,9 @@ def track_again(run: RunDir, config: Config) -> dict[str, Any]:
         tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=identity.run_uuid,
                           run_key=identity.run_key)
         tracker.start()
+        screens = Screens(run, tracker)
+        screens.start()
+        screens.finish(FLUSH_S)
         result["tracked"] = tracker.finish("FINISHED", deadline_s=FLUSH_S, artifacts=sorted(run.figures.glob("*.png")))
         result["tracking_trouble"] = tracker.trouble
         result["summary"]["mlflow_run_id"] = tracker.run_id or result["summary"]["mlflow_run_id"]
@@ -83,9 +72,3 @@ def track_again(run: RunDir, config: Config) -> dict[str, Any]:
         return result
     finally:
         lock.release()
-
-
-def summary_markdown(summary: dict[str, Any]) -> str:
-    """The summary as a table; a value that does not exist is a dash."""
-    rows = [f"| {key} | {'-' if value is None else value} |" for key, value in summary.items()]
-    return "\n".join(["| what | value |", "| --- | --- |", *rows])

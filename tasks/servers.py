@@ -49,13 +49,13 @@ def limit_page_cache(connection):
     if connection.dialect.name == "sqlite" and not known.get("headway.limited"):
         known["headway.limited"] = True
         cursor = connection.connection.cursor()
-        cursor.execute("PRAGMA cache_size = -2000")
+        cursor.execute("PRAGMA cache_size = -500")
         cursor.close()
 from uvicorn import main
 main()
 """
 """Prefect's application on uvicorn. Prefect gives each connection to SQLite a page cache of 80 MB, which a long run
-fills bit by bit; SQLite's own default, 2 MB, does as well: the operating system has these pages in its cache."""
+fills bit by bit; half a megabyte does as well: the operating system has these pages in its cache."""
 MLFLOW_START = """
 import os
 from tasks.tracking import make_database, upgrade_database
@@ -66,6 +66,8 @@ from mlflow.cli import cli
 cli()
 """
 """`mlflow server` behind a database that is whole and of its schema; one process, so that MLflow is imported once."""
+NO_AUTOMATIONS = {"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false"}
+"""A server for one run has no automations: what looks for them at each event would cost it time, and memory."""
 TREE = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 30
 """A flow run says that it lives this often (Prefect's least); by default 180 s."""
@@ -344,8 +346,8 @@ def ray_command(port: int, scratch: str) -> list[str]:
                f"--port={port}", f"--temp-dir={scratch}", f"--num-cpus={RAY_CPUS}",
                f"--object-store-memory={RAY_OBJECT_STORE_BYTES}", "--include-dashboard=false", "--no-monitor",
                "--include-log-monitor=false", "--disable-usage-stats", "--dashboard-agent-listen-port=0",
-               # Workers take ports that the system gives them. By default each head hands out 10002, 10003, ... and looks
-               # whether one is free long before a worker has it: runs that start together would give the same one.
+               # Workers take ports that the system gives them. By default each head hands out 10002, 10003, ... and
+               # looks whether one is free long before a worker has it: runs that start together would share one.
                "--min-worker-port=0", "--max-worker-port=0"]
     if importlib.util.find_spec("grpc") is not None:  # only then does Ray open its client port, else at a fixed number
         command.append(f"--ray-client-server-port={free_port()}")

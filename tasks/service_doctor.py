@@ -16,7 +16,7 @@ from tasks.destination import redact
 from tasks.diagnosis import LEAST_FREE_BYTES, database_trouble
 from tasks.kept import Kept
 
-DEPLOYMENTS = ("train/adhoc", "rerun/from-step", "replay/step")
+DEPLOYMENTS = ("train/adhoc", "nightly/nightly", "rerun/from-step", "replay/step")
 WANTED = {
     ("server", "concurrency", "lease_storage"): "prefect.server.concurrency.lease_storage.filesystem",
     ("server", "analytics_enabled"): False,
@@ -132,10 +132,11 @@ def _prefect(home: Path, found: Kept) -> Iterator[str]:
               f"{kept.POOL}"
     elif pool["is_paused"]:
         yield f"work pool {kept.POOL!r} is paused: prefect work-pool resume {kept.POOL}"
-    made = silent_runs.find(api, auth)
-    if made is None or not made["enabled"]:
-        yield f"the automation {silent_runs.NAME!r} is {'switched off' if made else 'not there'}: a run that was " \
-              f"killed stays Running" + ("" if made else f"; {UP} makes it")
+    for name in silent_runs.NAMES:
+        made = silent_runs.find(api, auth, name)
+        if made is None or not made["enabled"]:
+            yield f"the automation {name!r} is {'switched off' if made else 'not there'}: a run that was killed is " \
+                  f"not said to be" + ("" if made else f"; {UP} makes it")
     mlflow = kept.address(home, "mlflow")
     if mlflow is not None and found.services["mlflow"].state == "ready" and not servers.mlflow_answers(mlflow):
         yield f"MLflow at {mlflow} does not answer"

@@ -308,9 +308,9 @@ def _start_prefect(start: _Start) -> None:
     address = f"http://{HOST}:{port}/api"
     base, log = start.home / "prefect", start.state_dir / "prefect.log"
     base.mkdir(parents=True, exist_ok=True)
+    env = servers.prefect_env(start.home, port, auth) | servers.NO_AUTOMATIONS | _mark(start.state_dir)
     with servers.first_start(base):
-        process = servers.spawn(servers.prefect_command(port),
-                                servers.prefect_env(start.home, port, auth) | _mark(start.state_dir), cwd=base, log=log)
+        process = servers.spawn(servers.prefect_command(port), env, cwd=base, log=log)
         start.note("prefect", process, address)
         servers.wait("Prefect server", process, log, start.until, lambda: servers.prefect_answers(address, auth),
                      start.tick)

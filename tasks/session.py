@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -35,18 +35,24 @@ from rl_core.model_setup import copy_model, model_digests, set_up_model
 from rl_core.observations import observed_steps, put_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import current_revision
+from rl_core.role_models import place_roles
+from rl_core.rollout.orders import Orders, seen
 from rl_core.rollout.prompts import PromptSource
 from rl_core.rollout.pump import Pump
 from rl_core.run_dir import OwnerLock, RunDir, file_numbers, replace_file, self_test, to_json
 from rl_core.run_identity import RunIdentity, check_inputs, open_identity, refuse_to_amend_nothing
+from rl_core.run_log import STORY, RunLog
 from rl_core.schedules import is_scheduled_checkpoint
 from rl_core.types import StepRecord
 from tasks import cluster, services, signals
+from tasks.artifacts import ProgressArtifact, tell_link
 from tasks.attempts import end_flow_run_before
 from tasks.checkpoint import make_room
+from tasks.exposing import Endpoint, expose
 from tasks.offline import check_enough, origin_tag, placed_model, refuse_to_sample, take_up
 from tasks.paths import headway_home, run_dir
-from tasks.progress import Progress, ProgressArtifact
+from tasks.progress import Progress
+from tasks.screens import Screens
 from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup, first_step
 
@@ -55,6 +61,8 @@ CLOSE_S = 20.0
 """What an MLflow that answers gets for figures and status of a completed run."""
 LAST_WORDS_S = 5.0
 """What it gets to hear how a start ended else."""
+LAST_PAGES_S = {"completed": 15.0, "failed": 2.0, "cancelled": 0.0}
+"""What the last pages of the run get, by how it ended; the next start makes what is missing."""
 MAX_WALL_TIME = "max_wall_time"
 """What stopped a run that was not stopped by a signal."""
 ROLLOUT_NICE = 5
@@ -77,10 +85,11 @@ class Session:
     claims: Claims
     pump: Pump
     tracker: Tracker
+    screens: Screens
     rollout: PrefectFuture[None]
 
     def __init__(self, run: RunDir, identity: RunIdentity, config: Config, lock: OwnerLock, progress: Progress,
-                 groups: int | None = None) -> None:
+                 groups: int | None = None, tags: Mapping[str, str] | None = None) -> None:
         self.run, self.identity, self.config, self.lock, self.progress = run, identity, config, lock, progress
         self.revision = current_revision(run)
         """Config revision that `config` is of: what this start claims is trained by it."""
@@ -88,6 +97,8 @@ class Session:
         """Of a start that trains nothing: usable groups that shall wait at its end."""
         self.gathered: int | None = None
         """How many do, then."""
+        self.tags = dict(tags or {})
+        """Of its MLflow run, beside those that say what it is."""
         self.attempt = 0
         self.first_step = 0
         self.published_idx = 0
@@ -106,6 +117,10 @@ class Session:
         self.validating = threading.Lock()
         self.services: services.Services | None = None
         """Those that this start has to end, as no command does."""
+        self.log: RunLog | None = None
+        self.endpoint: Endpoint | None = None
+        self.ended_as: str | None = None
+        """`completed`, `failed` or `cancelled`, once that is known."""
         self._ending = threading.Event()
         self._seen: PoolReading | None = None
         self._artifact = ProgressArtifact(config.total_steps)
@@ -155,24 +170,32 @@ class Session:
         if record.published is not None:
             self.published_idx = record.published.idx
         metrics = pool_metrics(self._seen, in_flight=self.experience.F, published_idx=self.published_idx,
-                               sampled=self.experience.take_sampled())
+                               sampled=self.experience.take_sampled(), filtered=self.experience.take_filtered())
         self.tracker.observe(record.step, metrics)
         self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics)
+        STORY.info("trained in %.3f s, reward %.4g", record.metrics["system/step_s"], record.metrics["reward/mean"],
+                   extra={"step": record.step})
         self._artifact.done(record.step + 1)
 
     def saw_validation(self, record: dict[str, Any]) -> None:
         """Note a finished validation: tracking and status line."""
         self.tracker.wake()
+        self.screens.wake()
+        STORY.info("validated, greedy accuracy %s", record["greedy_accuracy"], extra={"step": record["step"]})
         first = {"accuracy_start": record["greedy_accuracy"]} if record["step"] == 0 else {}
         self.progress.set(accuracy=record["greedy_accuracy"], **first)
 
     def end_rollout(self) -> None:
-        """Let the pump go and end the workers: nothing more is claimed. Raises what the pump raised."""
+        """Let the pump go and end the workers: nothing more is claimed. Workers whose servers validate stay as long as
+        the session, with nothing to do. Raises what the pump raised."""
         self.stop.set()
         if hasattr(self, "rollout"):  # none where the groups are another run's
             self.rollout.result(timeout=5)
         self.check()
-        self.pool.kill()
+        if self.config.validates_lent and self.groups is None:
+            self.pool.cancel_all()
+        else:
+            self.pool.kill()
 
     def finish(self, status: str, figures: Sequence[Path] = (), *, mlflow_answers: bool = False,
                **result: Any) -> None:
@@ -182,10 +205,13 @@ class Session:
                    "run_key": self.identity.run_key,
                    "wall_s": round(time.monotonic() - self.started_s, 3), "ts_us": time.time_ns() // 1000,
                    "tracked": False, "tracking_trouble": None, **result}
+        self.ended_as = status
         self.progress.set(state=status)
         self._put_result(payload)
         ending = threading.Thread(target=self._end_actors, name="end-actors")
         ending.start()  # beside MLflow's last words, which may take their time
+        if hasattr(self, "screens"):
+            self.screens.finish(LAST_PAGES_S[status] if mlflow_answers or status != "completed" else 0.0)
         if hasattr(self, "tracker"):
             ends: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
             tracked = self.tracker.finish(ends[status], deadline_s=CLOSE_S if mlflow_answers else LAST_WORDS_S,
@@ -201,6 +227,7 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """Note a failure by its first cause: a claim that a dead pump starved raises the pump's error itself."""
+        STORY.error("failed: %s: %s", type(error).__name__, error, exc_info=error)
         with suppress(OSError):  # a full disk may be the cause itself, and is what shall be said
             self.run.logs.mkdir(parents=True, exist_ok=True)
             (self.run.logs / f"failure-{self.attempt:06d}.txt").write_text("".join(traceback.format_exception(error)))
@@ -210,6 +237,7 @@ class Session:
     def cancelled(self, signal: str) -> str:
         """Note a stop from outside, by `SIGINT`, `SIGTERM` or `max_wall_time`, with a last checkpoint if one is due and
         fits; returns the state's message with how to go on."""
+        STORY.warning("stopped by %s", signal)
         self.stop.set()
         self._last_checkpoint(max(STOP_CHECKPOINT_S, self.ends_at - time.monotonic() if signal == MAX_WALL_TIME else 0))
         self.finish("cancelled", signal=signal)
@@ -239,7 +267,11 @@ class Session:
                 services.stop(self.services, SERVICES_STOP_S)
         self._artifact.close()
         self.progress.close()
+        if self.endpoint is not None:  # one that failed is missed by Prometheus: an alert is made of it
+            self.endpoint.close(forget=self.ended_as in ("completed", "cancelled"))
         self.lock.release()
+        if self.log is not None:
+            self.log.close()
 
     def _end_actors(self) -> None:
         """End all actors at once. Idempotent."""
@@ -259,8 +291,8 @@ class Session:
                     ended.result()
 
 
-def open_session(preset: str, config: Config, run_key: str, *, amend: bool = False,
-                 groups: int | None = None) -> Session:
+def open_session(preset: str, config: Config, run_key: str, *, amend: bool = False, groups: int | None = None,
+                 tags: Mapping[str, str] | None = None) -> Session:
     """Own the run: lock, identity, status view. With `amend` the settings that differ are recorded first of all.
 
     Raises RunIsAlive, or ConfigError for other identity fields, and for other training fields that cannot be amended or
@@ -274,7 +306,12 @@ def open_session(preset: str, config: Config, run_key: str, *, amend: bool = Fal
     try:
         identity = open_identity(run, run_key, preset, config, amend=amend)
         progress = Progress(run, {"run_key": run_key, "total_steps": config.total_steps})
-        return Session(run, identity, config, lock, progress, groups)
+        session = Session(run, identity, config, lock, progress, groups, tags)
+        with suppress(OSError):  # a full disk: it is said by what cannot do without it
+            session.log = RunLog(run.component_log("owner"), run_key=run_key, component="owner",
+                                 attempt=lambda: session.attempt)
+        session.endpoint = expose(run, config, run_key, lambda: progress.view, lambda text: progress.set(note=text))
+        return session
     except BaseException:
         lock.release()
         raise
@@ -291,14 +328,17 @@ def set_up(session: Session) -> None:
                       run.validations):
         self_test(directory)
     session.attempt = session.lock.next_attempt(first_step(run), flow_run.get_id())
+    STORY.info("attempt %d of pid %d begins, %d steps are recorded", session.attempt, os.getpid(),
+               len(recorded_steps(run)))
     _observe_all(run)
     if (untold := end_flow_run_before(run, session.attempt)) is not None:
         progress.set(note=untold)
     with progress.stage("model"):
         _place_model(session)
+        roles = place_roles(run, config)
         prompts = PromptSource.of_model(config, run.model)
         if not config.offline:
-            check_inputs(run, {**model_digests(run.model), "data": prompts.digest}, rows=len(prompts))
+            check_inputs(run, {**model_digests(run.model), **roles, "data": prompts.digest}, rows=len(prompts))
     if config.offline:
         with progress.stage("shards"):
             take_up(session, prompts)
@@ -311,15 +351,28 @@ def set_up(session: Session) -> None:
         for text in session.experience.passed_over:
             progress.set(note=f"snapshot passed over, the claims are read instead: {text}")
         session.claims = Claims(session.experience, config, session.check, partial(make_room, session))
+        if config.data.sampler is not None:
+            experience = session.experience
+            prompts.sampled = Orders(run, config, lambda: seen(experience.landed_groups())).order
         session.pump = Pump(run, config, prompts, session.experience, session.pool, session.attempt)
-        progress.watch(session.pump.snapshot)
+        progress.watch(partial(_live, session))
         if config.offline:
             check_enough(session)
     session.tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=session.identity.run_uuid,
                               run_key=session.identity.run_key, tags=_tags(session),
                               report=lambda text: progress.set(note=text))
     session.tracker.start()  # here, since its imports would slow down the actors' start
+    session.screens = Screens(run, session.tracker, told=partial(tell_link, session.identity.run_key))
+    session.screens.start()
     progress.set(state="training", step=session.first_step)
+
+
+def _live(session: Session) -> dict[str, Any]:
+    """What changes by itself: the pump's snapshot, with the budget of the learner beside its own."""
+    snapshot = session.pump.snapshot()
+    restarts = session.learner.restarts if hasattr(session, "learner") else 0
+    snapshot["budgets"]["learner_restarts"] = (restarts, session.config.failure.learner_restarts)
+    return snapshot
 
 
 def _observe_all(run: RunDir) -> None:
@@ -442,7 +495,7 @@ def _servers_start_s(engine: EngineConfig) -> float:
 def _validator_spec(session: Session) -> cluster.ActorSpec:
     engine = session.config.validation_engine
     spec = _spec(session, "validation", 0, "rl_core.validation:open_validator", engine.threads,
-                 _gpus(engine), cwd=os.getcwd())
+                 0.0 if session.config.validates_lent else _gpus(engine), cwd=os.getcwd())
     return replace(spec, nice=VALIDATION_NICE)
 
 
@@ -456,4 +509,4 @@ def _tags(session: Session) -> dict[str, str]:
         found["headway.forked_from"] = json.dumps(asdict(session.identity.forked_from))
     if (origin := origin_tag(session.run)) is not None:
         found["headway.shards_from"] = json.dumps(origin)
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in {**found, **session.tags}.items() if value}

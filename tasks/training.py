@@ -19,6 +19,7 @@ from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData, voided_steps
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir
+from rl_core.run_log import STORY
 from rl_core.types import Claim, StepRecord, WeightVersion
 from tasks.cluster import ActorSpec, Handle, Pending, gather, start_all
 from tasks.waiting import waiting
@@ -59,7 +60,8 @@ class LearnerGroup:
         call from outside."""
         self._run, self._config, self._specs, self._check = run, config, specs, check
         self._handles: list[Handle] = []
-        self._restarts = 0
+        self.restarts = 0
+        """Of this attempt."""
         self._first = self._unsent = 0
         self._sending = threading.Lock()
         self._sent: dict[int, list[Pending]] = {}
@@ -158,9 +160,11 @@ class LearnerGroup:
     def _note_death(self, death: LearnerDead) -> None:
         """Raises FailureBudgetSpent for one too many."""
         self._go_down()
-        self._restarts += 1
-        if self._restarts > self._config.failure.learner_restarts:
-            raise FailureBudgetSpent(f"the learner died {self._restarts} times in this attempt "
+        self.restarts += 1
+        STORY.warning("the learner died and is started again (%d of %d): %s", self.restarts,
+                      self._config.failure.learner_restarts, death)
+        if self.restarts > self._config.failure.learner_restarts:
+            raise FailureBudgetSpent(f"the learner died {self.restarts} times in this attempt "
                                      f"(failure.learner_restarts = {self._config.failure.learner_restarts}); "
                                      f"the last: {death}") from death
 

@@ -1,19 +1,25 @@
-"""Validation: an engine actor of its own, at a pinned version, while the learner goes on."""
+"""Validation: an actor of its own, at a pinned version, while the learner goes on.
+
+It has an engine of its own, or asks a server that rollout lends for the time of one validation (`validation.engine`).
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rl_core.errors import DeadlinePassed, DeadPart
+from rl_core.errors import DeadlinePassed, DeadPart, WorkerDead
 from rl_core.types import WeightVersion
 from rl_core.versions import pin, pinned_versions, read_versions, unpin
 from tasks.waiting import waiting
 
 if TYPE_CHECKING:
+    from rl_core.rollout.engine import Loan
     from tasks.session import Session
 
 PIN = "validate"
@@ -37,15 +43,49 @@ def validate(session: Session, step: int, version: WeightVersion) -> dict[str, A
 
 
 def _measure(session: Session, version: WeightVersion, step: int) -> dict[str, Any]:
-    """Ask the engine; a dead one is started again once."""
-    deadline_s = session.config.deadlines.validation_s
+    """Ask the engine; a dead one is started again once, and a lent server that died is replaced by another one."""
     try:
-        return session.validator.call("validate", version, step, deadline_s=deadline_s)
+        return _ask(session, version, step)
     except DeadlinePassed:
         raise
     except DeadPart:
         session.restart_validator()
+        return _ask(session, version, step)
+
+
+def _ask(session: Session, version: WeightVersion, step: int) -> dict[str, Any]:
+    deadline_s = session.config.deadlines.validation_s
+    if not session.config.validates_lent:
         return session.validator.call("validate", version, step, deadline_s=deadline_s)
+    with _lent(session, version) as loan:
+        return session.validator.call("validate", version, step, loan, deadline_s=deadline_s)
+
+
+@contextmanager
+def _lent(session: Session, version: WeightVersion) -> Iterator[Loan]:
+    """A server of the first rollout worker, at this version, given back at the end. A worker that dies meanwhile has
+    nothing to give back: the pump starts another one, which is waited for here.
+
+    Raises DeadlinePassed where no server can be spared in `deadlines.validation_s`.
+    """
+    wait_s = session.config.deadlines.validation_s
+    until = time.monotonic() + wait_s
+    while True:
+        session.check()
+        try:
+            lender = session.pool.lender()
+            # A loan ends by itself when nobody is left who would give it back.
+            loan = lender.lend(version, max(0.0, until - time.monotonic()), wait_s + session.config.deadlines.call_s)
+            break
+        except WorkerDead:
+            if session.stop.is_set() or time.monotonic() >= until:  # nobody starts another one then
+                raise
+            time.sleep(LOOK_S)
+    try:
+        yield loan
+    finally:
+        with suppress(DeadPart):
+            lender.take_back(loan.id)
 
 
 def validation_due(session: Session, steps_done: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from rl_core.rollout.sglang.asking import ask
 from rl_core.rollout.sglang.engine import SglangEngine
+from rl_core.rollout.sglang.wire import MODEL_INFO
 from rl_core.types import Completion, GenerateRequest, Sampling, WeightVersion
 from rl_core.weights import WEIGHTS_FILE, digest_tensors, read_tensors, write_weights
 
@@ -94,6 +97,18 @@ def swapped_logprobs(before: Any, after: Any, prompt: NDArray[np.int32], ids: ND
     second = after(context[:, cut:], past_key_values=first.past_key_values, use_cache=True)
     logits = torch.cat([first.logits, second.logits], dim=1)[0, len(prompt) - 1:-1]
     return logits.log_softmax(-1).gather(-1, context[0, len(prompt):, None])[:, 0].numpy()
+
+
+def wait_for(reached: Callable[[], bool], deadline_s: float = 120) -> None:
+    until = time.monotonic() + deadline_s
+    while not reached():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def version_at(url: str) -> str | None:
+    """What the server at this address says that it serves."""
+    return ask(url, MODEL_INFO).fields.get("weight_version")
 
 
 def count(engine: SglangEngine, name: str) -> float:

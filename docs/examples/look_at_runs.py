@@ -78,3 +78,22 @@ comparison = frames.compare(runs)
 shown = ["steps", "accuracy_end", "accuracy_end_diff", "accuracy_end_diff_lo", "accuracy_end_diff_hi", "reward",
          "samples_per_s", "staleness_mean", "wasted"]
 print(comparison[shown].T)
+
+# %% [markdown]
+# The same as `headway compare`: number by number, held-out accuracy paired by prompt where both runs had the same
+# ones. What keeps the numbers from being read as they stand is said beside them.
+
+# %%
+differences = frames.differences(runs[0], runs[1:])
+print(differences[["run", "name", "baseline", "value", "difference", "low", "high", "verdict"]])
+print(differences.attrs["caveats"])
+
+curves = frames.curves(runs)
+figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+for name, curve in curves.groupby("run"):
+    accuracy = curve.dropna(subset=["accuracy"])
+    axis.plot(curve["step"], curve["reward"].astype(float), alpha=0.5, label=f"{name}, reward")
+    axis.plot(accuracy["step"], accuracy["accuracy"].astype(float), "o-", label=f"{name}, held out")
+axis.set_xlabel("training steps")
+axis.legend(frameon=False)
+figure.savefig("compared.png", dpi=120)

@@ -55,6 +55,9 @@ class AuditReport:
     shards: int
     """Retired ones included."""
     shard_states: dict[str, int]
+    filtered: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups that a filter left out, by reason: `no_spread` (landed, then dropped), or what the filter said of a group
+    that has not landed. Each has finished its position."""
     origin: dict[str, Any] | None = None
     """Of a run on another run's shards: `run_key` and `run_uuid` of that one, whether they are `rescored`, and
     `shards`: each of this run -> the one there."""
@@ -98,7 +101,13 @@ def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = Non
         positions={state: positions[state] for state in POSITION_STATES},
         rows={state: rows[state] for state in ROW_STATES}, frontier=(last[0], last[1] + 1), claims=len(facts.claims),
         recorded=len(records), violations=facts.violations, shards=sum(shard_states.values()),
-        shard_states={state: shard_states[state] for state in SHARD_STATES}, origin=origin)
+        shard_states={state: shard_states[state] for state in SHARD_STATES}, filtered=_filtered(facts), origin=origin)
+
+
+def _filtered(facts: Facts) -> dict[str, int]:
+    reasons = Counter(o.reason for o in facts.outcomes.values() if o.kind == "filtered")
+    reasons += Counter("no_spread" for reason in facts.dropped.values() if reason == "filtered")
+    return dict(sorted(reasons.items()))
 
 
 # -- shards of another run

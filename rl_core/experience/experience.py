@@ -500,6 +500,17 @@ class Experience:
             (total, answers), self._sampled = self._sampled, (0.0, 0)
             return total / answers if answers else math.nan
 
+    def landed_groups(self) -> list[tuple[int, int, int, float, float]]:
+        """(dataset epoch, prompt index, try, mean reward, spread) of all groups that have landed, for a sampler."""
+        with self.changed:
+            return list(self._known.landed.values())
+
+    def take_filtered(self) -> int:
+        """Groups that were filtered since this was last asked."""
+        with self.changed:
+            count, self._known.filtered = self._known.filtered, 0
+            return count
+
     def admission(self, served_idx: int) -> AdmissionState:
         """The state behind the capacity of a worker that serves this publication index."""
         config, found = self.config, self.discovery
@@ -519,6 +530,10 @@ class Experience:
                 free_bytes=self._free, group_bytes=admission.bytes_per_group(
                     landed_groups=found.landed_groups, landed_bytes=found.measured_bytes, worst_case=worst,
                     groups_per_step=config.groups_per_step))
+
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """What is spent of the budgets of failure.*, and what is allowed. To be asked under the lock."""
+        return self._known.health.budgets()
 
     def stall_report(self, step: int | None = None) -> str:
         """Which side starves whom, in one paragraph for people."""

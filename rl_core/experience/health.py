@@ -5,7 +5,7 @@ Kept in memory over one attempt: a restart gives a run the benefit of the doubt 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from rl_core.config import Config
@@ -24,6 +24,8 @@ class Health:
         """Of the last groups that were trained or dropped (filtered ones do not count): was it dropped as stale?"""
         self._starving_since: float | None = None
         self._barren = 0
+        self._filtered: Counter[str] = Counter()
+        """Groups that `rollout.group_filter` has left out since a usable one, by its reasons."""
         self._failed_answers = 0
         self._first_failure: Outcome | None = None
 
@@ -42,9 +44,16 @@ class Health:
         self._failed_answers, self._first_failure = 0, None
         for usable in usable_G:
             self._barren = 0 if usable else self._barren + 1
+            if usable:
+                self._filtered.clear()
 
     def failed(self, outcome: Outcome) -> None:
-        """A group failed. Each stands for the answers that kept it from landing. Raises FailureBudgetSpent."""
+        """A group ended without a row. One that failed stands for the answers that kept it from landing, one that a
+        filter left out was scored and is of no use. Raises FailureBudgetSpent."""
+        if outcome.kind == "filtered":
+            self._failed_answers, self._first_failure = 0, None
+            self._barren += 1
+            self._filtered[outcome.reason] += 1
         if outcome.kind != "failed" or outcome.reason == "wait_timeout":
             return
         if self._first_failure is None or self._first_failure.reason != outcome.reason:
@@ -57,6 +66,11 @@ class Health:
                 f"(failure.reward_failures {self._config.failure.reward_failures}); the first, in {first.group_id}: "
                 f"{first.error}")
 
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Spent and allowed, by the name of the setting in failure.*: `{"reward_failures": (3, 64), ...}`."""
+        return {"reward_failures": (self._failed_answers, self._config.failure.reward_failures),
+                "barren_groups": (self._barren, self._config.barren_groups)}
+
     def check(self, unusable: str) -> None:
         """Raises StalenessStarvation or NothingToTrainOn. `unusable` says in words what landed and is of no use."""
         since = self._starving_since
@@ -66,7 +80,9 @@ class Health:
                 f"{self._clock() - since:.0f} s (failure.drop_share {self._config.failure.drop_share}); raise "
                 "staleness.bound, or use policy keep or wait")
         if self._barren >= self._config.barren_groups:
+            said = ", ".join(f"{n} {reason}" for reason, n in sorted(self._filtered.items()))
             raise NothingToTrainOn(
                 f"{self._barren} verified groups in a row without a usable one (failure.barren_groups "
-                f"{self._config.barren_groups}); waiting now: {unusable or 'nothing'}. Look at the reward function and "
-                "at staleness.bound")
+                f"{self._config.barren_groups}); waiting now: {unusable or 'nothing'}"
+                + (f"; left out by rollout.group_filter: {said}" if said else "")
+                + ". Look at the reward function and at staleness.bound")

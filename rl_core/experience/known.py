@@ -43,6 +43,10 @@ class Known:
         """Groups that ended for good: their position is finished."""
         self._outcomes: set[str] = set()
         self._spent: FailureBudgetSpent | None = None
+        self.landed: dict[int, tuple[int, int, int, float, float]] = {}
+        """Where `data.sampler` is set, by group key: dataset epoch, prompt index, try, mean reward, spread."""
+        self.filtered = 0
+        """Groups that a filter was found to have left out in this start."""
         past, retired = read_past(run, consumer), read_retired(run, consumer)
         self.next_step = past.claimed.steps
         """First step without a claim."""
@@ -63,6 +67,7 @@ class Known:
             self._note_outcome(outcome)
         for row in retired.rows:
             self._note_retired(row)
+        self.filtered = 0  # what a start finds was filtered before it
 
     # -- facts
 
@@ -82,6 +87,10 @@ class Known:
     def add_shard(self, info: ShardInfo) -> None:
         """A verified shard: its groups wait, unless they are claimed, ended or duplicates. Ends their leases."""
         rows, waits_G = self.index.add_shard(info)
+        if self._config.data.sampler is not None:
+            columns = (rows.key, rows.dataset_epoch, rows.prompt_idx, rows.try_no, info.reward_mean, rows.spread)
+            for key, *row in zip(*(column.tolist() for column in columns), strict=True):
+                self.landed.setdefault(key, tuple(row))
         verdict_G = judge(self._config.idx(self.next_step), self.index.rule, idx_min_G=rows.idx_min,
                           idx_max_G=rows.idx_max, n_responses_G=rows.n_responses, spread_G=rows.spread)
         for i, name in enumerate(info.group_id):
@@ -163,6 +172,7 @@ class Known:
     def _note_dropped(self, drops: Sequence[Drop]) -> None:
         """Where the row of a drop is not known (yet), its position follows when the row is found."""
         keys = [group_key(drop.group_id) for drop in drops]
+        self.filtered += sum(drop.reason == "filtered" for drop in drops)
         for drop, key in zip(drops, keys, strict=True):
             if drop.reason not in LEASED_AGAIN:
                 self._final.add(key)
@@ -172,6 +182,7 @@ class Known:
 
     def _note_outcome(self, outcome: Outcome) -> None:
         self._outcomes.add(outcome.group_id)
+        self.filtered += outcome.kind == "filtered"
         self.leases.end(outcome.group_id)
         key = group_key(outcome.group_id)
         if key not in self.index.claimed:

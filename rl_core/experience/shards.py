@@ -90,6 +90,8 @@ class ShardWriter:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", worker):
             raise ValueError(f"worker name {worker!r}: letters, digits, '.', '_' and '-' only")
         self.stream = f"{worker}-{secrets.token_hex(6)}"
+        self.stated: Callable[[], Mapping[str, str]] = dict
+        """Asked by `land` for what else the metadata of the shard says."""
         self._run, self._attempt, self._digests, self._fsync = run, attempt, dict(digests), fsync
         self._parts = None if parts is None else tuple(parts)
         self._seq, self._pool = 0, Staging()
@@ -118,7 +120,7 @@ class ShardWriter:
             self._settle()
             if before == ids:
                 return Landed(stream=self.stream, seq=seq, group_ids=ids, n_tokens=tokens)
-        self.land_batch(groups_to_batch(groups, self._parts, self._pool), ids)
+        self.land_batch(groups_to_batch(groups, self._parts, self._pool), ids, self.stated())
         return Landed(stream=self.stream, seq=self._seq - 1, group_ids=ids, n_tokens=tokens)
 
     def land_batch(self, batch: pa.RecordBatch, ids: tuple[str, ...], stated: Mapping[str, str] | None = None) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl_core.config import AdvantageConfig
 from rl_core.learner.advantages.answers import Answers
-from rl_core.learner.advantages.estimate import advantages, answers_of, is_per_token, needs_policy
+from rl_core.learner.advantages.estimate import advantages, answers_of, is_per_token, needs_policy, needs_values
 from rl_core.learner.overlong import overlong_penalty
 from rl_core.learner.packing import Layout, last_loss_token, ragged_arange
 from rl_core.types import FINISH_CODES
@@ -190,14 +190,14 @@ def answers_in(batch: TensorDict) -> Answers:
 @reads("place", ("trajectory", "present"), ("trajectory", "tokens"))
 def add_advantages(batch: TensorDict, config: AdvantageConfig) -> None:
     """Adds ("trajectory", "advantage") over the whole claim, float32, or `advantage` [T] where it differs from token to
-    token. One that needs the proximal policy is made in the step (step.py), and is 0 until then."""
+    token. One that needs the proximal policy or a critic is made in the step (credit.py), and is 0 until then."""
     answers, present = answers_in(batch), column(batch, "trajectory", "present").numpy()
     if not is_per_token(config):
         batch["trajectory", "advantage"] = to_tensor(advantages(answers, config, present_N=present))
         return
     batch["trajectory", "advantage"] = torch.zeros(len(answers.reward_N))
     place_T, advantage_T = column(batch, "place"), torch.zeros(len(column(batch, "place")))
-    if not needs_policy(config):
+    if not needs_policy(config) and not needs_values(config):
         found_K = to_tensor(advantages(answers, config, present_N=present))
         advantage_T[place_T >= 0] = found_K[place_T[place_T >= 0]]
     batch["advantage"] = advantage_T

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_core.correction_settings import CorrectionConfig
+from rl_core.learner.own_weights import own_weights
 from rl_core.learner.sequences import sequence_mean, sequence_sum
 
 LOG_RATIO_LIMIT = 20.0
@@ -58,6 +59,9 @@ def correction_weights(d_S: Tensor, sequence_S: Tensor, sequences: int, settings
     """Weights by their settings, before they are normalised; None for `weights: none`."""
     if settings.weights == "none":
         return None
+    if settings.weights == "function":
+        assert settings.path is not None  # combinations.py
+        return own_weights(d_S, sequence_S, sequences, settings.path)
     level, rule = settings.weights.split("_")
     weights_S = level_weights(d_S, sequence_S, sequences, level)  # pyright: ignore[reportArgumentType]
     if rule == "truncate":
@@ -68,7 +72,7 @@ def correction_weights(d_S: Tensor, sequence_S: Tensor, sequences: int, settings
 def mean_weight(weights_S: Tensor, sequence_S: Tensor, sequences: int, settings: CorrectionConfig) -> Tensor:
     """What `normalize` divides by: the mean over tokens for token weights, over sequences with a token for others; 1
     where all weights are 0."""
-    if settings.weights.startswith("token"):
+    if settings.weights == "function" or settings.weights.startswith("token"):
         mean = weights_S.double().mean()
     else:
         there_M = sequence_sum(torch.ones_like(weights_S), sequence_S, sequences) > 0

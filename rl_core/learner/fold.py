@@ -23,8 +23,10 @@ from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
 from rl_core.experience.staleness import OFFLINE
 from rl_core.learner import batch as stages
+from rl_core.learner.own_metrics import own_metrics
 from rl_core.learner.plan import StepPlan, StepResult
 from rl_core.learner.ranks import Ranks
+from rl_core.learner.roles import Roles
 from rl_core.learner.state import TrainState
 from rl_core.learner.step import training_step
 from rl_core.learner.step_metrics import (
@@ -36,9 +38,11 @@ from rl_core.learner.step_metrics import (
     token_metrics,
     update_metrics,
 )
-from rl_core.metrics import part_metrics
+from rl_core.metrics import MAX_PARTS, part_metrics
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import config_of, trained_by
+from rl_core.role_models import role_directories
+from rl_core.role_plan import policy_learns
 from rl_core.run_dir import RunDir
 from rl_core.schedules import learning_rate
 from rl_core.types import Claim, WeightVersion
@@ -67,6 +71,12 @@ class Trained:
     config: Config
     """What the step was trained by."""
     seconds: dict[str, float]
+    begun_s: float
+    """Monotonic; read, build and update of `seconds` follow one another from here."""
+    beside: dict[str, float]
+    """Metrics of what is state beside the policy."""
+    roles: dict[str, str]
+    """Digest of the weights of every role that the step has changed, or a step before it."""
 
 
 def make_deterministic() -> None:
@@ -110,11 +120,15 @@ class Fold:
 
     def load(self, saved: Checkpoint | None) -> int:
         """Take up a checkpoint, or with None the initial model; returns the next step."""
+        roles, learner = Roles(role_directories(self._run, self._config)), self._config.learner
         if saved is None:
-            self._state = TrainState(self._run.model, self._config, self._ranks)
+            self._state = TrainState(self._run.model, self._config, self._ranks, roles=roles)
         else:
-            self._state = TrainState(self._run.model, self._config, self._ranks, saved.parameters, saved.optimizer)
+            roles.take_up(saved.roles, saved.state.roles, learner, self._ranks)
+            self._state = TrainState(self._run.model, self._config, self._ranks, saved.parameters, saved.optimizer,
+                                     roles)
             self._state.skipped_in_a_row = saved.state.skipped_in_a_row
+        roles.prepare(learner, self._ranks)
         for step in recorded_steps(self._run)[:FIRST_STEPS]:
             self.first_mismatch[step] = read_record(self._run, step).metrics.get("train/mismatch_current_abs", NAN)
         return 0 if saved is None else saved.state.n
@@ -122,7 +136,9 @@ class Fold:
     def copied_state(self) -> TrainState:
         """The state once more, in memory of its own. One rank only."""
         now = self.state
-        copied = TrainState(self._run.model, self._config, self._ranks, now.weights(), now.optimizer_tensors())
+        roles = Roles(now.roles.directories)
+        roles.take_up(now.roles.tensors(), now.roles.numbers(), self._config.learner, self._ranks)
+        copied = TrainState(self._run.model, self._config, self._ranks, now.weights(), now.optimizer_tensors(), roles)
         copied.skipped_in_a_row = now.skipped_in_a_row
         return copied
 
@@ -152,13 +168,18 @@ class Fold:
         batch = stages.assemble(rows)
         facts = self._stages(batch, claim, config, int(rows.idx_min_G.min(initial=claim.idx)))
         built = time.monotonic()
-        result = training_step(state.policy, state.optimizer, self._ranks, batch,
-                               _plan(claim, config, state.skipped_in_a_row))
+        plan = _plan(claim, config, state)
+        state.roles.prepare(config.learner, self._ranks)
+        state.roles.refresh(state.policy, config.learner, step)
+        result = training_step(state.policy, state.optimizer, self._ranks, batch, plan, state.roles)
         state.skipped_in_a_row = result.skipped_in_a_row
+        kl = config.learner.kl.use != "none"
+        beside = {"train/kl_beta": plan.kl_beta if kl else NAN,
+                  "train/reference_step": float(state.roles.reference_step) if kl else NAN}
         seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built,
                    "since_update": result.first_forward_s - self._updated_s}
         self._updated_s = result.updated_s
-        return Trained(claim, rows, result, facts, config, seconds)
+        return Trained(claim, rows, result, facts, config, seconds, begin, beside, state.roles.digests(config.learner))
 
     def metrics(self, trained: Trained, changed: float) -> dict[str, float]:
         """The learner's metrics that are a function of the step (`Metric.of_step`), and the reward parts.
@@ -168,9 +189,10 @@ class Fold:
         claim, rows, config = trained.claim, trained.rows, trained.config
         first = {step: value for step, value in self.first_mismatch.items() if step < claim.step}
         bound = mismatch_bound(first, float32=config.learner.dtype == config.rollout.engine.dtype == "float32")
-        return {**experience_metrics(rows, claim), **token_metrics(trained.facts, len(rows.reward_N)),
-                **update_metrics(trained.result, learning_rate(claim.step, config), bound),
-                **part_metrics(part_means(rows)), "weights/changed": changed}
+        found = {**experience_metrics(rows, claim), **token_metrics(trained.facts, len(rows.reward_N)),
+                 **update_metrics(trained.result, learning_rate(claim.step, config), bound), **trained.beside}
+        own = own_metrics(config.learner.metrics, rows, claim, found)
+        return {**found, **part_metrics(part_means(rows), MAX_PARTS - len(own)), **own, "weights/changed": changed}
 
     def config_of(self, revision: int) -> Config:
         """What a step whose claim was made under this revision is trained by."""
@@ -181,13 +203,15 @@ class Fold:
     def _updates_per_step(self, claim: Claim, oldest_idx: int) -> int | list[int]:
         """Optimizer updates of every step before the claim's, or of each of them, newest first, back to the one behind
         publication `oldest_idx`: steps of another revision may have made more or fewer."""
-        if claim.revision == 0:  # revisions never fall: all before are of revision 0, too
-            return self.config_of(0).updates_per_step
+        first = self.config_of(0)
+        if claim.revision == 0 and not first.learner.critic.warmup_steps:
+            return first.updates_per_step  # revisions never fall: all before are of revision 0, too
         made: list[int] = []
         for step in range(claim.step - 1, oldest_idx * self._config.publish_every - 1, -1):
             if step not in self._revisions:
                 self._revisions[step] = read_claim(self._run, step).revision
-            made.append(self.config_of(self._revisions[step]).updates_per_step)
+            config = self.config_of(self._revisions[step])
+            made.append(config.updates_per_step if policy_learns(config.learner, step) else 0)
         return made
 
     def _stages(self, batch: Any, claim: Claim, config: Config, oldest_idx: int) -> TokenFacts:
@@ -220,8 +244,11 @@ class Fold:
         return TokenFacts(sampled=sampled, masked_by_age=masked_all, lag=lag, lag_max=lag_max, mixed=mixed, loss=tokens)
 
 
-def _plan(claim: Claim, config: Config, skipped_in_a_row: int) -> StepPlan:
+def _plan(claim: Claim, config: Config, state: TrainState) -> StepPlan:
+    kl, beta = config.learner.kl, state.roles.kl_beta
     return StepPlan(step=claim.step, idx=claim.idx, learning_rate=learning_rate(claim.step, config),
                     groups=len(claim.groups), minibatch_groups=config.minibatch_groups,
                     max_new_tokens=config.sampling.max_new_tokens, learner=config.learner,
-                    skipped_in_a_row=skipped_in_a_row, max_skipped=config.failure.max_skipped_updates, seed=config.seed)
+                    skipped_in_a_row=state.skipped_in_a_row, max_skipped=config.failure.max_skipped_updates,
+                    kl_beta=kl.coef if beta is None or kl.target is None else beta,
+                    policy_learns=policy_learns(config.learner, claim.step), seed=config.seed)

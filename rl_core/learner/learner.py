@@ -35,13 +35,13 @@ from rl_core.learner.flops import claim_places, measured_peak, step_flops
 from rl_core.learner.fold import Fold, Read, Trained, changed_for_engines, make_deterministic
 from rl_core.learner.ranks import Ranks, named_collectives
 from rl_core.learner.step_metrics import FIRST_STEPS, by_source, part_means
-from rl_core.metrics import IntervalLedger, utilization
+from rl_core.metrics import MAX_SPANS, IntervalLedger, utilization
 from rl_core.records import put_record, recorded_steps
 from rl_core.revisions import config_of
 from rl_core.rollout.sglang.sending import open_sender
 from rl_core.run_dir import RunDir, check_attempt, newest_attempt
 from rl_core.schedules import is_scheduled_publication, last_scheduled
-from rl_core.types import StepRecord, WeightVersion
+from rl_core.types import Span, StepRecord, WeightVersion
 from rl_core.weights import WEIGHTS_FILE, digest_tensors, make_weights_root, publish, read_tensors
 
 LOG = logging.getLogger("headway.learner")
@@ -95,6 +95,8 @@ class Learner:
         """Those that no step has in use: one is read into while another one is trained from."""
         self._ledger = IntervalLedger()
         self._reading, self._read_at = self._ledger.seconds(), time.monotonic()
+        self._stages: list[Span] = []
+        """Of steps and publications since the last record that was written; all spans of those that were replayed."""
         self._busy_since: float | None = None
         self._next = -1
         self._revision = 0
@@ -146,7 +148,7 @@ class Learner:
                 raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
             self._busy_since = time.monotonic()
             try:
-                with self._ledger.during("busy"):
+                with self._ledger.during("busy", step):
                     return self._train(step, staging, ahead)
             except BaseException:
                 self._next = -1  # the update may be half in the state: only `restore` makes it usable again
@@ -160,25 +162,29 @@ class Learner:
         None): what engines are offered at a start, after the recorded steps were replayed. The version of the same step
         and digest is adopted; other bytes get a new v and are reported as a divergence."""
         with self._owned(attempt), self._ledger.during("syncing"):
+            begun = time.monotonic()
             weights = self._weights() if self._config.publish_every == 1 else self._scheduled.tensors
             version = None if weights is None or self._ranks.rank else self._publish(weights)
+            if version is not None:
+                self._note("publish", begun, time.monotonic(), version.v)
             self._ranks.barrier()
             return version
 
     def checkpoint(self, attempt: int | None = None) -> int:
         """Write checkpoint n aside, manifest last; returns n, the number of steps behind it."""
-        with self._owned(attempt), self._ledger.during("paused"):
+        with self._owned(attempt), self._ledger.during("paused", self._next):
             state = self._fold.state
-            weights, optimizer = self._weights(), state.optimizer_tensors()
+            weights, optimizer, roles = self._weights(), state.optimizer_tensors(), state.roles.tensors()
             if self._ranks.rank == 0:
                 write_checkpoint(
                     self._run, CheckpointState(
                         n=self._next, revision=self._revision, weights_digest=digest_tensors(weights.items()),
                         version_step=self._scheduled.step, version_digest=self._scheduled.digest,
-                        skipped_in_a_row=state.skipped_in_a_row),
-                    parameters=weights, optimizer=optimizer,
+                        skipped_in_a_row=state.skipped_in_a_row, roles=state.roles.numbers()),
+                    parameters=weights, optimizer=optimizer, roles=roles,
                     version=None if self._scheduled.step == self._next else self._scheduled.tensors,
-                    attempt=self._attempt, settings=self._config.checkpoint, fsync=self._config.storage.fsync)
+                    attempt=self._attempt, settings=self._config.checkpoint, fsync=self._config.storage.fsync,
+                    spans=self._ledger.spans)
             self._ranks.barrier()
             return self._next
 
@@ -193,6 +199,10 @@ class Learner:
         """Full parameters and optimizer state by name (a collective); copies."""
         return ({name: tensor.cpu().clone() for name, tensor in self._weights().items()},
                 {name: tensor.cpu().clone() for name, tensor in self._fold.state.optimizer_tensors().items()})
+
+    def role_tensors(self) -> dict[str, Tensor]:
+        """What the models beside the policy have become (a collective); copies."""
+        return {name: tensor.cpu().clone() for name, tensor in self._fold.state.roles.tensors().items()}
 
     def close(self) -> None:
         if self._sender is not None:
@@ -239,15 +249,31 @@ class Learner:
         if self._ranks.rank:
             return None
         seconds = trained.seconds | {"publish": time.monotonic() - before_publication}
+        self._note_stages(trained, before_publication, after.published)
         metrics = self._metrics(trained, after.changed, seconds, time.monotonic() - begin)
+        spans = (*self._ledger.take_spans(), *self._stages)
         record = put_record(self._run, StepRecord(
             step=step, idx=claim.idx, attempt=self._attempt, claim_digest=claim_digest(claim),
             weights_digest=after.digest, metrics=metrics, env=environment(self._config, self._ranks.ranks),
             published=after.published, revision=claim.revision, seconds=seconds, ts_us=time.time_ns() // 1000,
-            by_source=by_source(trained.rows), parts=part_means(trained.rows)))
+            by_source=by_source(trained.rows), parts=part_means(trained.rows), roles=trained.roles,
+            spans=spans))
+        self._stages = list(spans[-MAX_SPANS:]) if replayed else []  # a record that stood does not say them
         if step < FIRST_STEPS:
             self._fold.first_mismatch[step] = record.metrics["train/mismatch_current_abs"]
         return record
+
+    def _note_stages(self, trained: Trained, before_publication: float, published: WeightVersion | None) -> None:
+        """For the record: when the stages of the step were."""
+        end = trained.begun_s
+        for name in ("read", "build", "update"):
+            begin, end = end, end + trained.seconds[name]
+            self._note(name, begin, end, trained.claim.step)
+        self._note("publish", before_publication, time.monotonic(), None if published is None else published.v)
+
+    def _note(self, name: str, begin_s: float, end_s: float, of: int | None) -> None:
+        begin, end = (self._ledger.wall_us(int(moment * 1e9)) for moment in (begin_s, end_s))
+        self._stages.append(Span(name, begin, end, of))
 
     def fold(self, until: int) -> str:
         """Digest of the weights behind steps 0 .. until - 1, from the initial model, writing nothing."""
@@ -281,8 +307,9 @@ class Learner:
         return {
             **self._fold.metrics(trained, changed), **utilization("learner", before, now),
             "system/step_s": step_s, "system/waiting_s": now["waiting"] - before["waiting"],
-            "system/proximal_s": trained.result.proximal_s,
-            "system/update_s": trained.result.updated_s - trained.result.first_forward_s - trained.result.proximal_s,
+            "system/proximal_s": trained.result.proximal_s, "system/roles_s": trained.result.roles_s,
+            "system/update_s": trained.result.updated_s - trained.result.first_forward_s - trained.result.proximal_s
+            - trained.result.roles_s,
             "system/publish_s": seconds["publish"], "system/samples_per_s": len(rows.reward_N) / since,
             "system/tokens_per_s": float(rows.length_N.sum()) / since, "system/mfu": self._mfu(trained)}
 
@@ -294,7 +321,8 @@ class Learner:
         peak = measured_peak(self._ranks.device.type, learner.dtype, learner.threads) \
             if learner.peak_tflops is None else learner.peak_tflops * 1e12
         flops = step_flops(size, *claim_places(trained.rows), passes=learner.passes, proximal=result.proximal_s > 0)
-        return flops / ((result.updated_s - result.first_forward_s) * peak * self._ranks.ranks)
+        took_s = result.updated_s - result.first_forward_s - result.roles_s
+        return flops / (took_s * peak * self._ranks.ranks)
 
     # -- state and weights
 

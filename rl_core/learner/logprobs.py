@@ -23,6 +23,10 @@ class TokenLogprobs(NamedTuple):
     """Of the whole distribution at that place; no gradient unless asked for."""
     squares_S: Tensor | None = None
     """Sum over the vocabulary of p^2, where asked for."""
+    others_SK: Tensor | None = None
+    """Log-probs of other tokens at the same places, where asked for."""
+    likely_ids_SK: Tensor | None = None
+    """int64: the tokens of `others_SK` where the most likely ones are asked for, the first one first."""
 
 
 def chosen_logprobs(logits_SV: Tensor, target_S: Tensor, temperature_S: Tensor, *,
@@ -53,6 +57,30 @@ def head_logprobs(hidden_SH: Tensor, head: Head, target_S: Tensor, temperature_S
     pieces = [_again_in_backward(one, hidden_SH[lo:lo + chunk], target_S[lo:lo + chunk], temperature_S[lo:lo + chunk])
               for lo in range(0, len(target_S), chunk)]
     return TokenLogprobs(torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces]))
+
+
+def head_others(hidden_SH: Tensor, head: Head, ids_SK: Tensor, temperature_S: Tensor, *, chunk: int) -> Tensor:
+    """Log-probs of these tokens at every place, `[S, K]` float32, under gradient, `chunk` rows of logits at once: they
+    are computed again in the backward pass."""
+    def one(hidden: Tensor, ids: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        log_SV = (head(hidden).float() / temperature[:, None]).log_softmax(-1)
+        return log_SV.gather(-1, ids), temperature
+
+    return torch.cat([_again_in_backward(one, hidden_SH[lo:lo + chunk], ids_SK[lo:lo + chunk],
+                                         temperature_S[lo:lo + chunk])[0]
+                      for lo in range(0, max(1, len(hidden_SH)), chunk)])
+
+
+@torch.no_grad()
+def head_likely(hidden_SH: Tensor, head: Head, temperature_S: Tensor, *, top_k: int, vocabulary: int,
+                chunk: int) -> tuple[Tensor, Tensor]:
+    """`(log-probs, ids)` of the most likely tokens below `vocabulary` at every place, both `[S, K]`."""
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for lo in range(0, max(1, len(hidden_SH)), chunk):
+        log_SV = (head(hidden_SH[lo:lo + chunk]).float() / temperature_S[lo:lo + chunk, None]).log_softmax(-1)
+        found = log_SV[:, :vocabulary].topk(min(top_k, vocabulary), -1)
+        pieces.append((found.values, found.indices))
+    return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
 
 def _again_in_backward(function: Callable[..., tuple[Tensor, Tensor]], *args: Tensor) -> tuple[Tensor, Tensor]:

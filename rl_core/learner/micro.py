@@ -2,13 +2,13 @@
 
 Nothing random is drawn: minibatches are groups in claim order, which the data order has shuffled already.
 
-`_S` loss tokens of one micro-batch, `_M` trajectories of this rank, `_T` their tokens.
+`_S` loss tokens of one micro-batch, `_Q` its trajectories, `_M` trajectories of this rank, `_T` their tokens.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -43,6 +43,8 @@ class Micro:
     """Number of the token among the loss tokens of the whole claim."""
     position_S: Tensor
     """Its place in its answer, from 0."""
+    order_Q: Tensor
+    """The trajectories that a critic is asked for a value behind; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,12 @@ class Minibatch:
 
 
 def minibatches_of(batch: TensorDict, ranks: Ranks, *, groups: int, minibatch_groups: int,
-                   token_budget: int) -> list[Minibatch]:
-    """Minibatches that have a loss token on any rank, cut into equally many micro-batches on every rank."""
-    layout = layout_of(batch)
+                   token_budget: int, behind: bool = False) -> list[Minibatch]:
+    """Minibatches that have a loss token on any rank, cut into equally many micro-batches on every rank.
+
+    `behind`: a critic is asked for values behind the answers.
+    """
+    layout = replace(layout_of(batch), behind=behind)
     tokens_M = loss_tokens(batch)
     count = math.ceil(groups / minibatch_groups)
     members = [layout.group_M // minibatch_groups == i for i in range(count)]
@@ -95,7 +100,8 @@ def _micro(batch: TensorDict, packed: Pack, number: int) -> Micro:
         input_ids_P=input_ids[source_P], position_ids_P=column(batch, "position_ids")[source_P],
         rows=Rows(tuple(index(rows) for rows in packed.rows), index(packed.home_P)),
         predictor_S=index(packed.predictor_S), target_ids_S=input_ids[target_S],
-        temperature_S=column(batch, "trajectory", "temperature")[row_S])
+        temperature_S=column(batch, "trajectory", "temperature")[row_S],
+        behind_Q=index(packed.last_Q) if len(packed.last_Q) else None)
     per_token = "advantage" in set(cast(Any, batch).keys())
     return Micro(number=number, inputs=inputs, behavior_S=column(batch, "behavior_logprobs")[target_S],
                  version_S=column(batch, "version")[target_S], lag_S=column(batch, "lag")[target_S],
@@ -104,4 +110,5 @@ def _micro(batch: TensorDict, packed: Pack, number: int) -> Micro:
                  column(batch, "trajectory", "advantage")[row_S],
                  reward_S=column(batch, "trajectory", "reward")[row_S], sequence_S=sequence_S,
                  place_S=column(batch, "place")[target_S],
-                 position_S=target_S - (column(batch, "cu_seqlens")[:-1] + column(batch, "prompt_length"))[sequence_S])
+                 position_S=target_S - (column(batch, "cu_seqlens")[:-1] + column(batch, "prompt_length"))[sequence_S],
+                 order_Q=index(packed.order_Q))

@@ -1,7 +1,8 @@
 """Packing: which answers share a micro-batch, and where every token of them lies. Host-side NumPy indices only.
 
 `_M` trajectories of this rank, `_T` tokens of this rank's claim (prompt and answer of each trajectory in a row), `_P`
-places of one pack, `_S` loss tokens of one pack, `_R` attention rows of one call, `_L` their padded length.
+places of one pack, `_S` loss tokens of one pack, `_Q` its trajectories, `_R` attention rows of one call, `_L` their
+padded length.
 
 A pack never pads its tokens: padding exists only inside an attention call, among rows of like length, where right
 padding under a causal mask needs no mask at all. A group's prompt is computed once per pack and every answer of the
@@ -39,11 +40,14 @@ class Layout:
     """Ordinal of its group in the claim."""
     loss_T: NDArray[np.bool_]
     """Tokens in the loss, after masks."""
+    behind: bool = False
+    """The last token in the loss is laid out, too: a critic is asked for the value behind it."""
 
     @property
     def rows_M(self) -> Ints:
-        """Tokens that a trajectory brings to the model: prompt and answer, without the last token in the loss."""
-        return self.prompt_M + np.maximum(self.used_M - 1, 0)
+        """Tokens that a trajectory brings to the model: prompt and answer, without the last token in the loss, which
+        predicts nothing, unless something is asked `behind` it."""
+        return self.prompt_M + np.maximum(self.used_M - (not self.behind), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,10 @@ class Pack:
     """The loss tokens, in `_T`."""
     sequence_S: Ints
     """Their trajectory, in `_M`."""
+    last_Q: Ints
+    """Place of the last loss token of each of its trajectories, where those are laid out; else empty."""
+    order_Q: Ints
+    """Those trajectories, in `_M`."""
 
 
 def last_loss_token(loss_T: NDArray[np.bool_], start_M: Ints, prompt_M: Ints, length_M: Ints) -> Ints:
@@ -107,9 +115,11 @@ def pack(layout: Layout, sequences: Ints) -> Pack:
     """
     if not len(sequences):
         empty, zero = np.zeros(0, np.int64), np.zeros(1, np.int64)
-        return Pack(source_P=zero, rows=(zero[None],), home_P=zero, predictor_S=empty, target_S=empty, sequence_S=empty)
+        return Pack(source_P=zero, rows=(zero[None],), home_P=zero, predictor_S=empty, target_S=empty, sequence_S=empty,
+                    last_Q=empty, order_Q=empty)
     order = sequences[np.argsort(-layout.rows_M[sequences], kind="stable")]
-    start, prompt, answer = layout.start_M[order], layout.prompt_M[order], layout.used_M[order] - 1
+    start, prompt, used = layout.start_M[order], layout.prompt_M[order], layout.used_M[order]
+    answer = used if layout.behind else used - 1
     _, first, mine = np.unique(layout.group_M[order], return_index=True, return_inverse=True)
     prompt_place = np.cumsum(prompt[first]) - prompt[first]
     answer_place = int(prompt[first].sum()) + np.cumsum(answer) - answer
@@ -117,14 +127,16 @@ def pack(layout: Layout, sequences: Ints) -> Pack:
     source_P = np.concatenate([ragged_arange(start[first], prompt[first]), ragged_arange(start + prompt, answer)])
     rows, home_P = _rows(prompt, answer, prompt_at, answer_place, first, len(source_P))
 
-    token_S = ragged_arange(start + prompt, answer + 1)
-    row_S = np.repeat(np.arange(len(order)), answer + 1)
+    token_S = ragged_arange(start + prompt, used)
+    row_S = np.repeat(np.arange(len(order)), used)
     kept = layout.loss_T[token_S]
     token_S, row_S = token_S[kept], row_S[kept]
     t_S = token_S - (start + prompt)[row_S]
     predictor_S = np.where(t_S == 0, (prompt_at + prompt - 1)[row_S], answer_place[row_S] + t_S - 1)
+    nothing = np.zeros(0, np.int64)
     return Pack(source_P=source_P, rows=rows, home_P=home_P, predictor_S=predictor_S, target_S=token_S,
-                sequence_S=order[row_S])
+                sequence_S=order[row_S], last_Q=answer_place + used - 1 if layout.behind else nothing,
+                order_Q=order if layout.behind else nothing)
 
 
 def _rows(prompt: Ints, answer: Ints, prompt_at: Ints, answer_place: Ints, first: Ints,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from rl_core.config import LearnerConfig
 from rl_core.learner.advantages.estimate import needs_policy
@@ -25,6 +26,10 @@ class StepPlan:
     learner: LearnerConfig
     skipped_in_a_row: int
     max_skipped: int
+    kl_beta: float = 0.0
+    """Coefficient of the KL in the reward (`learner.kl.use=reward`)."""
+    policy_learns: bool = True
+    """False: the critic alone learns in this step (`learner.critic.warmup_steps`)."""
     seed: int = 0
     """Of the run: what is drawn by lot in a step is drawn from it."""
 
@@ -50,6 +55,12 @@ class StepResult:
     """Seconds of the pass for the proximal log-probs; 0 where none was made."""
     updated_s: float
     """Monotonic seconds when the last update was made."""
+    critic: dict[str, float] = field(default_factory=dict[str, float])
+    """The critic's metrics, where there is one."""
+    kl: float = math.nan
+    """KL in the reward: mean over answers of their means, nats per token."""
+    roles_s: float = 0.0
+    """Seconds of the passes through the models beside the policy, before the first update."""
 
 
 def weight_cap(learner: LearnerConfig) -> float | None:
@@ -64,8 +75,9 @@ def needs_proximal_pass(learner: LearnerConfig, updates: int) -> bool:
     In a step of one update the weights under gradient ARE the proximal weights, so the proximal log-probs equal the
     policy's, detached, and cost nothing. (Then the ratio is exactly 1, the clip never acts, and the mismatch metrics
     compare the policy's own log-probs with the engine's.) From the second update on the two differ. What is chosen from
-    a whole minibatch, and an estimator that reads the proximal policy, need it before the first one.
+    a whole minibatch, an estimator that reads the proximal policy, and the KL in the reward need it before the first
+    one.
     """
     if learner.correction.mode == "bypass" or learner.loss.proximal != "recompute":
         return False
-    return updates > 1 or needs_whole(learner) or needs_policy(learner.advantage)
+    return updates > 1 or needs_whole(learner) or needs_policy(learner.advantage) or learner.kl.use == "reward"

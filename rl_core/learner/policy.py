@@ -6,6 +6,7 @@ part of the model needs them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +16,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rl_core.config import LearnerConfig
 from rl_core.errors import ConfigError
 from rl_core.learner.attention import ATTENTION, Rows
-from rl_core.learner.logprobs import TokenLogprobs, head_logprobs, head_squares
+from rl_core.learner.logprobs import TokenLogprobs, head_likely, head_logprobs, head_others, head_squares
 
 ATTENDS_BY_ROWS = {"full_attention", "sliding_attention"}
 CHANGES_LOGITS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
@@ -34,6 +36,16 @@ class PackInputs:
     predictor_S: Tensor
     target_ids_S: Tensor
     temperature_S: Tensor
+    behind_Q: Tensor | None = None
+    """Place of each sequence's last loss token, where a critic is asked for the value behind it."""
+
+
+def hidden_states(model: PreTrainedModel, inputs: PackInputs) -> Tensor:
+    """The last hidden state at every place of the pack, `[P, H]`."""
+    # use_cache=False is not a detail: with a cache, stock attention lets packed sequences see each other.
+    return cast(Any, model).base_model(
+        input_ids=inputs.input_ids_P[None], position_ids=inputs.position_ids_P[None], attention_mask=None,
+        use_cache=False, headway_rows=inputs.rows).last_hidden_state[0]
 
 
 class Policy(nn.Module):
@@ -45,56 +57,78 @@ class Policy(nn.Module):
         self.logits_chunk = logits_chunk
         self.dtype = dtype
 
-    def forward(self, inputs: PackInputs, *, entropy_gradient: bool = False, squares: bool = False) -> TokenLogprobs:
+    def forward(self, inputs: PackInputs, *, entropy_gradient: bool = False, squares: bool = False,
+                others_SK: Tensor | None = None, likely: tuple[int, int] | None = None) -> TokenLogprobs:
+        """`squares`, `others_SK`: see TokenLogprobs. `likely`: (how many, vocabulary) of head_likely."""
         model = cast(Any, self.model)
         device_type = inputs.input_ids_P.device.type
         with torch.autocast(device_type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            # use_cache=False is not a detail: with a cache, stock attention lets packed sequences see each other.
-            hidden_PH = model.base_model(
-                input_ids=inputs.input_ids_P[None], position_ids=inputs.position_ids_P[None], attention_mask=None,
-                use_cache=False, headway_rows=inputs.rows).last_hidden_state[0]
+            hidden_PH = hidden_states(model, inputs)
             hidden_SH, head = hidden_PH[inputs.predictor_S], model.get_output_embeddings()
             found = head_logprobs(hidden_SH, head, inputs.target_ids_S, inputs.temperature_S, chunk=self.logits_chunk,
                                   entropy_gradient=entropy_gradient)
+            if others_SK is not None:
+                found = found._replace(others_SK=head_others(hidden_SH, head, others_SK, inputs.temperature_S,
+                                                             chunk=self.logits_chunk))
+            if likely is not None:
+                log_SK, ids_SK = head_likely(hidden_SH, head, inputs.temperature_S, top_k=likely[0],
+                                             vocabulary=likely[1], chunk=self.logits_chunk)
+                found = found._replace(others_SK=log_SK, likely_ids_SK=ids_SK)
             if not squares:
                 return found
             return found._replace(squares_S=head_squares(hidden_SH, head, inputs.temperature_S,
                                                          chunk=self.logits_chunk))
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return int(cast(Any, self.model.config).vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters by Hugging Face name, tied ones once; sharded ones as they are."""
         return dict(self.model.named_parameters())
 
 
-def load_policy(directory: Path, *, logits_chunk: int, dtype: torch.dtype, device: torch.device) -> Policy:
+def dtype_of(learner: LearnerConfig) -> torch.dtype:
+    """What the learner's models compute in."""
+    return torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
+
+
+def load_policy(directory: Path, *, logits_chunk: int, dtype: torch.dtype, device: torch.device,
+                field: str = "model.path") -> Policy:
     """Load a Hugging Face directory with float32 parameters and packed attention.
 
-    Raises ConfigError (naming `model.path`) for an architecture whose packed sequences do not stay apart, or whose
-    logits are changed outside the head.
+    Raises ConfigError (naming `field`) for an architecture whose packed sequences do not stay apart, or whose logits
+    are changed outside the head.
     """
     transformers.logging.disable_progress_bar()
     model = cast(PreTrainedModel, cast(Any, AutoModelForCausalLM).from_pretrained(
         directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, trust_remote_code=False))
-    _check_architecture(model, directory)
+    check_architecture(model, directory, field)
+    _check_logits(model, directory, field)
     model.eval()
     policy = Policy(model, logits_chunk=logits_chunk, dtype=dtype).to(device)
-    _check_apart(policy, directory, device)
+    check_apart(lambda inputs: policy(inputs).logprob_S, dtype, device, f"{field}: {directory}")
     return policy
 
 
-def _check_architecture(model: PreTrainedModel, directory: Path) -> None:
-    config: Any = model.config
+def check_architecture(model: PreTrainedModel, directory: Path, field: str) -> None:
+    """Raises ConfigError for a model whose attention cannot be the packed one."""
     if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(f"model.path: {directory} is a {type(model).__name__}, whose attention cannot be replaced; "
+        raise ConfigError(f"{field}: {directory} is a {type(model).__name__}, whose attention cannot be replaced; "
                           "packed training needs an architecture with transformers' attention interface")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENDS_BY_ROWS)
+    layers = cast(Any, model.config)
+    others = sorted(set(getattr(layers, "layer_types", None) or ()) - ATTENDS_BY_ROWS)
     if others:
-        raise ConfigError(f"model.path: {directory} has layers {others}; packed training needs full or sliding "
+        raise ConfigError(f"{field}: {directory} has layers {others}; packed training needs full or sliding "
                           "attention in every layer")
+
+
+def _check_logits(model: PreTrainedModel, directory: Path, field: str) -> None:
     for name, harmless in CHANGES_LOGITS.items():
-        if getattr(config, name, None) not in harmless:
-            raise ConfigError(f"model.path: {directory} sets {name}={getattr(config, name)!r}, which changes logits "
-                              "outside the head; such models are not supported")
+        if (value := getattr(cast(Any, model.config), name, None)) not in harmless:
+            raise ConfigError(f"{field}: {directory} sets {name}={value!r}, which changes logits outside the head; "
+                              "such models are not supported")
 
 
 APART = 1e-3
@@ -102,19 +136,20 @@ APART = 1e-3
 
 
 @torch.no_grad()
-def _check_apart(policy: Policy, directory: Path, device: torch.device) -> None:
-    """A sequence has the same log-probs behind another as alone: whatever mixes tokens outside attention is seen."""
+def check_apart(answer: Callable[[PackInputs], Tensor], dtype: torch.dtype, device: torch.device, where: str) -> None:
+    """A sequence has the same answer (log-probs, or values like them) behind another as alone: whatever mixes tokens
+    outside attention is seen. `where`: field and directory, for the ConfigError."""
     ids = torch.tensor([1, 2, 3, 1, 3, 2], device=device)
     here = torch.arange(3, device=device)
 
-    def logprobs(tokens: Tensor, rows: tuple[Tensor, ...], predictor_S: Tensor) -> Tensor:
+    def answers(tokens: Tensor, rows: tuple[Tensor, ...], predictor_S: Tensor) -> Tensor:
         home_P = torch.arange(len(tokens), device=device)
-        return policy(PackInputs(tokens, here.repeat(len(rows)), Rows(rows, home_P), predictor_S,
-                                 ids[[4, 5]], torch.ones(2, device=device))).logprob_S
+        return answer(PackInputs(tokens, here.repeat(len(rows)), Rows(rows, home_P), predictor_S,
+                                 ids[[4, 5]], torch.ones(2, device=device)))
 
-    together = logprobs(ids, (here[None], here[None] + 3), torch.tensor([3, 4], device=device))
-    alone = logprobs(ids[3:], (here[None],), torch.tensor([0, 1], device=device))
+    together = answers(ids, (here[None], here[None] + 3), torch.tensor([3, 4], device=device))
+    alone = answers(ids[3:], (here[None],), torch.tensor([0, 1], device=device))
     error = float((together - alone).abs().max())
-    if not error < APART * (1.0 if policy.dtype == torch.float32 else 100.0):
-        raise ConfigError(f"model.path: {directory}: packed sequences of this architecture see each other (log-probs "
+    if not error < APART * (1.0 if dtype == torch.float32 else 100.0):
+        raise ConfigError(f"{where}: packed sequences of this architecture see each other (log-probs "
                           f"differ by {error:.2g} nats); it cannot be trained packed")

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_core.errors import CollectiveFailed
+from rl_core.learner.critic import Critic
 from rl_core.learner.policy import Policy
 
 
@@ -49,7 +50,7 @@ class Ranks:
         """What a loss with global denominators is multiplied by, so that FSDP2's gradient average becomes a sum."""
         return float(self.ranks)
 
-    def shard(self, policy: Policy) -> None:
+    def shard(self, policy: Policy | Critic) -> None:
         """Shard in place: one unit per decoder block, and one for everything else."""
         if self.ranks == 1:
             return
@@ -88,6 +89,12 @@ class Ranks:
     def close(self) -> None:
         if self.ranks > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def reshard(model: nn.Module) -> None:
+    """Shard again what a pass without a backward has left gathered: its parameters are those of the optimizer then."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 @contextmanager

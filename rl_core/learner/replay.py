@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -89,6 +89,8 @@ class Replayed:
     """Fields that differ between a record from the checkpoint to this step and here: (recorded, here)."""
     seconds: float
     """Of this step: reading, training, digest and metrics."""
+    roles: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Digest of the weights of every model beside the policy that learns: (recorded, replayed)."""
 
     @property
     def differing(self) -> dict[str, tuple[float, float]]:
@@ -105,7 +107,7 @@ class Replayed:
         """`within_tolerance` is for another environment only: in the same one every bit must be the same."""
         if self.claims[0] != self.claims[1]:
             return "differs"
-        if self.digests[0] == self.digests[1] and not self.differing:
+        if all(recorded == now for recorded, now in (self.digests, *self.roles.values())) and not self.differing:
             return "identical"
         return "within_tolerance" if self.environment and not self.beyond else "differs"
 
@@ -294,7 +296,7 @@ class _Recorded(NamedTuple):
     env: dict[str, str]
 
 
-class _Walk:
+class Walk:
     """The state of a run, from a checkpoint over the claims, always forwards."""
 
     def __init__(self, run: RunDir, steps: Sequence[int]) -> None:
@@ -307,9 +309,9 @@ class _Walk:
         self._config = _on_this_machine(config_of(run, revision), read_record(run, min(steps)))
         make_deterministic()
         deadlines = self._config.deadlines
-        self._ranks = Ranks(rank=0, ranks=1, rendezvous="", device=torch.device(self._config.learner.device),
+        self.ranks = Ranks(rank=0, ranks=1, rendezvous="", device=torch.device(self._config.learner.device),
                             deadline_s=deadlines.collective_s, barrier_s=deadlines.step_s)
-        self.fold = Fold(run, self._config, self._ranks, revision=revision)
+        self.fold = Fold(run, self._config, self.ranks, revision=revision)
         self.environment: dict[str, tuple[str, str]] = {}
         """Fields in which a record since the checkpoint differs from here: (recorded, here)."""
         self.begun = -1
@@ -358,7 +360,7 @@ class _Walk:
         """Train the next step; None for a voided one."""
         step, begin, done = self._at, time.monotonic(), None
         if not self._run.void(step).exists():
-            config = self._settings(step)
+            config = self.settings(step)
             trained = self._compute(step, config)
             changed = self.changed(step, self.fold.state) if step in self._wanted else NAN
             done = _Done(trained, changed, time.monotonic() - begin)
@@ -370,7 +372,7 @@ class _Walk:
     def attempt(self, step: int, changes: Mapping[str, Any]) -> tuple[_Done, TrainState, Config, Config]:
         """Train step k with other settings on a copy of the state, which is returned with what the step computed, the
         settings of the step, and those tried. The state itself stays the one before step k."""
-        begin, stored = time.monotonic(), self._settings(step)
+        begin, stored = time.monotonic(), self.settings(step)
         config, state = tried_settings(stored, changes), self.fold.copied_state()
         state.compute_as(config.learner)
         trained = self._compute(step, config, state)
@@ -384,7 +386,7 @@ class _Walk:
                                                   "on, cannot be trained again: "
             raise ReplayUnavailable(f"step {self._aim}: {before}{error}") from error
 
-    def _settings(self, step: int) -> Config:
+    def settings(self, step: int) -> Config:
         """What the step was trained by, in the environment of its record; process and state are set to it."""
         config = self.fold.config_of(read_claim(self._run, step).revision)
         record = self._record_of(step)
@@ -393,7 +395,7 @@ class _Walk:
         torch.set_num_threads(config.learner.threads)  # sums of another number of threads have other bits
         self.fold.state.compute_as(config.learner)
         if record.env:
-            self.environment |= differing_fields(record.env, environment(config, self._ranks.ranks))
+            self.environment |= differing_fields(record.env, environment(config, self.ranks.ranks))
         return config
 
     def _record_of(self, step: int) -> _Recorded:
@@ -444,7 +446,7 @@ def replay(run: RunDir, steps: Sequence[int]) -> Iterator[Replayed]:
     Raises ReplayUnavailable before anything is trained, naming every step that cannot be replayed and why; later for a
     shard whose bytes are not those that were claimed. RunEnded, as in the run, for what would end it.
     """
-    walk = _Walk(run, steps)
+    walk = Walk(run, steps)
     for step in sorted(set(steps)):
         walk.go_to(step)
         done, record, begin = walk.train(), read_record(run, step), time.monotonic()
@@ -454,7 +456,9 @@ def replay(run: RunDir, steps: Sequence[int]) -> Iterator[Replayed]:
                  if name in record.metrics}  # a Headway of before may not have known all of them
         yield Replayed(step=step, checkpoint=walk.begun, digests=(record.weights_digest, digest), metrics=found,
                        claims=(record.claim_digest, claim_digest(done.trained.claim)),
-                       environment=dict(walk.environment), seconds=done.seconds + time.monotonic() - begin)
+                       environment=dict(walk.environment), seconds=done.seconds + time.monotonic() - begin,
+                       roles={name: (record.roles.get(name, ""), done.trained.roles.get(name, ""))
+                              for name in {**record.roles, **done.trained.roles}})
 
 
 def try_settings(run: RunDir, steps: Sequence[int], changes: Mapping[str, Any]) -> Iterator[Tried]:
@@ -463,7 +467,7 @@ def try_settings(run: RunDir, steps: Sequence[int], changes: Mapping[str, Any]) 
 
     Raises ConfigError for settings that cannot be tried, and what `replay` raises.
     """
-    walk = _Walk(run, steps)
+    walk = Walk(run, steps)
     for step in sorted(set(steps)):
         tried_settings(walk.fold.config_of(read_claim(run, step).revision), changes)
     for step in sorted(set(steps)):

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from rl_core.types import Claim
 
 
+CRITIC = ("critic/value_loss", "critic/grad_norm", "critic/value_mean", "critic/return_mean",
+          "critic/explained_variance", "critic/clipped", "critic/skipped_updates")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFacts:
     """Sums over the sampled tokens and answers of the claim, all ranks."""
@@ -138,8 +142,19 @@ def update_metrics(result: StepResult, learning_rate: float, mismatch_bound: flo
         "train/effective_samples": effective_samples(totals["weight"], totals["weight_square"], totals["tokens"]),
         "train/weight_max": _finite(largest["weight_max"]),
         "train/weight_truncated": share(totals["weight_truncated"], totals["tokens"]),
-        **correction_metrics(totals, largest),
+        **correction_metrics(totals, largest), **role_metrics(result),
     }
+
+
+def role_metrics(result: StepResult) -> dict[str, float]:
+    """What the models beside the policy came to; NaN for those that are not there. The coefficient of the KL and the
+    reference's step are state, which fold.py adds."""
+    totals = result.totals
+    kl = result.kl if math.isfinite(result.kl) else share(totals["kl_reference"], totals["kl_tokens"])
+    return {
+        "train/kl_reference": kl, "train/distillation": share(totals["distillation"], totals["distilled_tokens"]),
+        "train/impossible_to_others": totals["impossible_to_others"] if totals["other_tokens"] else NAN,
+        **dict.fromkeys(CRITIC, NAN), **result.critic}
 
 
 def correction_metrics(totals: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from rl_core.learner.sequences import sequence_sum
 
 if TYPE_CHECKING:
     from rl_core.learner.objective import Corrected
+    from rl_core.learner.others import Terms
 
 NAN = float("nan")
 
@@ -55,7 +56,7 @@ class Bounds:
         """Those of the weights that are applied; without any, none is out of bounds."""
         if correction.weights.endswith("_icepop"):
             return cls(correction.icepop_low, correction.icepop_high)
-        return cls(-math.inf, correction.cap if correction.weights != "none" else math.inf)
+        return cls(-math.inf, correction.cap if correction.weights.endswith("_truncate") else math.inf)
 
 
 ANCHOR_TOTALS = ("tokens", "current", "current_abs", "current_k3", "stale", "stale_abs", "stale_k3", "swapped",
@@ -63,7 +64,8 @@ ANCHOR_TOTALS = ("tokens", "current", "current_abs", "current_k3", "stale", "sta
                  "behavior_k3", "proximal_logprob", "behavior_logprob", "sequences", "sequence_weight_square")
 UPDATE_TOTALS = ("update_tokens", "entropy", "clip_low", "clip_high", "kl_proximal", "zero_advantage", "impossible",
                  "rejected_tokens", "update_sequences", "rejected_sequences")
-TOTALS = (*ANCHOR_TOTALS, *UPDATE_TOTALS, "loglinear_tokens", "loglinear_error")
+OTHER_TOTALS = ("other_tokens", "impossible_to_others", "kl_tokens", "kl_reference", "distilled_tokens", "distillation")
+TOTALS = (*ANCHOR_TOTALS, *UPDATE_TOTALS, "loglinear_tokens", "loglinear_error", *OTHER_TOTALS)
 MAXIMA = ("weight_max", "weight_max_inverse", "ratio_max", "ratio_drift")
 
 
@@ -131,6 +133,18 @@ def correction_sums(sums: Sums, correction: Corrected, tokens: Tokens) -> None:
     all_M = sequence_sum(torch.ones_like(tokens.sequence_S), tokens.sequence_S, tokens.sequences)
     sums.add({"rejected_tokens": (~correction.kept_S).sum(), "update_sequences": (all_M > 0).sum(),
               "rejected_sequences": ((all_M > 0) & (kept_M == 0)).sum()})
+
+
+@torch.no_grad()
+def other_sums(sums: Sums, terms: Terms, impossible_S: Tensor | None) -> None:
+    """What the models beside the policy came to; nothing without one. `impossible_S`: as of Others."""
+    if impossible_S is None:
+        return
+    sums.add({"other_tokens": torch.tensor(float(len(impossible_S))), "impossible_to_others": impossible_S.sum()})
+    for name, values_S in (("kl", terms.kl_S), ("distilled", terms.distillation_S)):
+        if values_S is not None:
+            what = "kl_reference" if name == "kl" else "distillation"
+            sums.add({f"{name}_tokens": torch.tensor(float(len(values_S))), what: values_S.sum()})
 
 
 def share(total: float, count: float) -> float:

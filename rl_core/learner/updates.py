@@ -1,4 +1,4 @@
-"""The updates of one step: no-gradient passes where the plan needs them, then loss, backward and optimizer, in order.
+"""The policy's updates of one step: passes without gradient where the plan needs them, then loss, backward, optimizer.
 
 `_S` loss tokens of one micro-batch, `_K` of the whole claim, `_N` its trajectories, `_M` those of this rank.
 """
@@ -15,20 +15,21 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rl_core.errors import EngineMismatch, NonFiniteTraining
-from rl_core.learner.advantages.estimate import advantages
-from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
 from rl_core.learner.aggregation import Denominators, aggregate
-from rl_core.learner.batch import answers_in, column, to_tensor
-from rl_core.learner.correction import correction_weights, loglinear_proximal
+from rl_core.learner.asking import Asked
+from rl_core.learner.batch import column
+from rl_core.learner.correction import loglinear_proximal
+from rl_core.learner.credit import Credit, Seen, credit_of
 from rl_core.learner.logprobs import TokenLogprobs
 from rl_core.learner.losses.tokens import Tokens
 from rl_core.learner.micro import Micro, Minibatch
 from rl_core.learner.objective import chosen_loss, composed, corrected, correction_of, possible
+from rl_core.learner.optimizer import set_optimizer
+from rl_core.learner.others import Others, other_terms, taught_advantage
 from rl_core.learner.plan import StepPlan
 from rl_core.learner.policy import Policy
 from rl_core.learner.ranks import Ranks, gradient_norm, to_list
-from rl_core.learner.state import set_optimizer
-from rl_core.learner.sums import Bounds, Sums, anchor_sums, correction_sums, stack, update_sums
+from rl_core.learner.sums import Bounds, Sums, anchor_sums, correction_sums, other_sums, stack, update_sums
 from rl_core.learner.whole import Whole, choose, gather, needs_whole, reads_policy, resample, select, selects
 from rl_core.seeds import derive
 
@@ -40,9 +41,9 @@ class Updates:
     """The updates of one step, in order. Lives as long as the step."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks, plan: StepPlan,
-                 batch: TensorDict, tokens_M: Tensor) -> None:
+                 batch: TensorDict, tokens_M: Tensor, asked: Asked) -> None:
         self.policy, self.optimizer, self.ranks, self.plan, self.batch = policy, optimizer, ranks, plan, batch
-        self.learner = plan.learner
+        self.learner, self.asked = plan.learner, asked
         self.tokens_M = tokens_M
         """Loss tokens of every sequence of this rank."""
         self.mine = column(batch, "mine").to(ranks.device)
@@ -52,7 +53,9 @@ class Updates:
         self.proximal: dict[int, Tensor] = {}
         """By number of the micro-batch; only where a pass was made."""
         self.advantage: dict[int, Tensor] = {}
-        """By number of the micro-batch, where the estimator needed the proximal pass."""
+        """By number of the micro-batch, where it was made late (credit.py)."""
+        self.returns: dict[int, Tensor] = {}
+        """What a critic learns, by number of the micro-batch."""
         self.seen: dict[int, TokenLogprobs] = {}
         """What the last no-gradient pass found, by number of the micro-batch."""
         self.sums = Sums()
@@ -74,25 +77,41 @@ class Updates:
             self._anchor(micro, self.proximal[micro.number])
 
     @torch.no_grad()
-    def token_baselines(self, minibatches: Sequence[Minibatch]) -> None:
-        """Advantages of an estimator that reads what the proximal pass found."""
-        answers, present = answers_in(self.batch), column(self.batch, "trajectory", "present").numpy()
-        tokens = int(answers.tokens_N.sum())
+    def late_credit(self, minibatches: Sequence[Minibatch]) -> Credit:
+        """Advantages that wait for passes: of the policy, the reference, a critic. Collective; all ranks get the same.
+        """
+        tokens_N = column(self.batch, "trajectory", "tokens")
+        tokens = int(tokens_N.sum())
         whole = Minibatch(0, [micro for one in minibatches for micro in one.micros], Denominators(tokens, 0))
-        logprob_K = gather(self.proximal, whole, self.ranks, tokens)
-        squares_K = gather({number: cast(Tensor, found.squares_S) for number, found in self.seen.items()}, whole,
-                           self.ranks, tokens)
-        behavior_K = gather({micro.number: micro.behavior_S for micro in whole.micros}, whole, self.ranks, tokens)
-        row_K = torch.repeat_interleave(to_tensor(answers.tokens_N))
-        weight_K = correction_weights(logprob_K - behavior_K, row_K, len(answers.tokens_N), self.correction)
-        position_K = gather({micro.number: micro.position_S for micro in whole.micros}, whole, self.ranks, tokens)
-        facts = PolicyFacts(
-            logprob_K=logprob_K.double().numpy(), squares_K=squares_K.double().numpy(),
-            weight_K=(torch.ones_like(logprob_K) if weight_K is None else weight_K).double().numpy(),
-            position_K=position_K.long().numpy())
-        found_K = to_tensor(advantages(answers, self.learner.advantage, present_N=present, policy=facts))
+
+        def all_of(values: dict[int, Tensor]) -> Tensor:
+            return gather(values, whole, self.ranks, tokens)
+
+        squares = {number: found.squares_S for number, found in self.seen.items() if found.squares_S is not None}
+        seen = Seen(
+            behavior_K=all_of({micro.number: micro.behavior_S for micro in whole.micros}),
+            position_K=all_of({micro.number: micro.position_S for micro in whole.micros}),
+            proximal_K=all_of(self.proximal) if self.proximal or not whole.micros else None,
+            squares_K=all_of(squares) if squares or not whole.micros else None,
+            reference_K=all_of(self.asked.reference) if self.learner.kl.use == "reward" else None,
+            value_K=all_of(self.asked.value) if self.learner.advantage.name == "gae" else None,
+            behind_N=self._behind(whole) if self.learner.advantage.name == "gae" else None)
+        credit = credit_of(self.batch, seen, self.learner, self.plan.kl_beta)
+        row_K = torch.repeat_interleave(tokens_N)
+        of_token_K = credit.advantage if credit.per_token else credit.advantage[row_K]
         for micro in whole.micros:
-            self.advantage[micro.number] = found_K.to(self.ranks.device)[micro.place_S]
+            self.advantage[micro.number] = of_token_K.to(self.ranks.device)[micro.place_S]
+            if credit.values is not None:
+                self.returns[micro.number] = credit.values.return_K.to(self.ranks.device)[micro.place_S]
+        return credit
+
+    def _behind(self, whole: Minibatch) -> Tensor:
+        """The critic's values behind every trajectory of the claim, `[N]` float32; 0 without a loss token."""
+        mine_N = torch.zeros(len(column(self.batch, "trajectory", "tokens")), dtype=torch.float64)
+        mine = column(self.batch, "mine")
+        for micro in whole.micros:
+            mine_N[mine[micro.order_Q.cpu()]] = self.asked.behind[micro.number].double().cpu()
+        return self.ranks.sum_tensor(mine_N).float()
 
     def _whole(self, minibatch: Minibatch, passed: int) -> Whole:
         """What the settings choose from the whole minibatch, of the weights as they are now."""
@@ -124,7 +143,9 @@ class Updates:
             policy_S=all_of({micro.number: self.seen[micro.number].logprob_S for micro in micros}),
             anchor_S=behavior_K if self.bypass else all_of(
                 {micro.number: self._anchor_of(micro, self.seen[micro.number].logprob_S) for micro in micros}),
-            behavior_S=behavior_K, advantage_S=all_of({micro.number: self._advantage(micro) for micro in micros}),
+            behavior_S=behavior_K, advantage_S=all_of(
+                {micro.number: taught_advantage(self._advantage(micro), self.seen[micro.number].logprob_S,
+                                                self._others(micro), self.learner) for micro in micros}),
             reward_S=column(self.batch, "trajectory", "reward")[row_K], sequence_S=row_K, sequences=len(tokens_N),
             bypass=self.bypass)
         group_K = column(self.batch, "trajectory", "group")[row_K]
@@ -148,7 +169,7 @@ class Updates:
         for i, micro in enumerate(minibatch.micros):
             loss = loss + self._backward(micro, minibatch, whole, passed, drift=self.first and i == 0)
         if self.first:
-            self._check_mismatch()
+            self.check_mismatch()
         self.first = False
         parameters = list(self.policy.parameters())
         norm = gradient_norm(parameters)
@@ -174,13 +195,16 @@ class Updates:
     def _backward(self, micro: Micro, minibatch: Minibatch, whole: Whole, passed: int, *, drift: bool) -> Tensor:
         """Add this micro-batch's gradient; returns its share of the policy loss, detached float64."""
         settings = self.learner.loss
-        answer = self.policy(micro.inputs, entropy_gradient=settings.entropy_coef != 0.0)
+        _, likely_ids_SK = self.asked.likely.get(micro.number, (None, None))
+        answer = self.policy(micro.inputs, entropy_gradient=settings.entropy_coef != 0.0, others_SK=likely_ids_SK)
+        others = self._others(micro, answer.others_SK)
         policy_S, entropy_S = cast(Tensor, answer.logprob_S), cast(Tensor, answer.entropy_S)
         anchor_S = micro.behavior_S if self.bypass else self._proximal(micro, policy_S)
         if self.bypass and self.first and micro.number not in self.seen:
             self._anchor(micro, policy_S.detach())
         tokens, impossible_S = possible(Tokens(
-            policy_S=policy_S, anchor_S=anchor_S, behavior_S=micro.behavior_S, advantage_S=self._advantage(micro),
+            policy_S=policy_S, anchor_S=anchor_S, behavior_S=micro.behavior_S,
+            advantage_S=taught_advantage(self._advantage(micro), policy_S, others, self.learner),
             reward_S=micro.reward_S, sequence_S=micro.sequence_S, sequences=len(self.tokens_M), bypass=self.bypass))
         tokens = self._with_choice(tokens, micro, minibatch, whole, passed)
         found = chosen_loss(tokens, self.learner)
@@ -194,9 +218,13 @@ class Updates:
         loss = policy_loss
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * self._aggregate(entropy_S, micro, minibatch, Whole())
+        terms = other_terms(others, tokens.policy_S, tokens.behavior_S, impossible_S, self.learner)
+        if terms.loss_S is not None:
+            loss = loss + self._aggregate(terms.loss_S, micro, minibatch, Whole())
         (loss * self.ranks.loss_scale).backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         update_sums(self.sums, found, tokens, entropy_S, impossible_S)
         correction_sums(self.sums, correction, tokens)
+        other_sums(self.sums, terms, others.impossible_S)
         if drift and len(policy_S) and not self.bypass:
             self.sums.raise_to({"ratio_drift": (found.ratio_S - 1.0).abs().max()})
         return policy_loss.detach().double().cpu()
@@ -217,6 +245,12 @@ class Updates:
             tokens_M = whole.tokens_N.to(self.mine.device)[self.mine].clamp(min=1)
         return aggregate(values_S, micro.sequence_S, tokens_M, whole.denominators or minibatch.denominators,
                          self.learner.loss.aggregation, max_new_tokens=self.plan.max_new_tokens)
+
+    def _others(self, micro: Micro, policy_SK: Tensor | None = None) -> Others:
+        """What the models beside the policy say of a micro-batch. `policy_SK`: what the policy says of the same."""
+        likely_SK, _ = self.asked.likely.get(micro.number, (None, None))
+        return Others(reference_S=self.asked.reference.get(micro.number), likely_SK=likely_SK, policy_SK=policy_SK,
+                      teacher_S=self.asked.teacher.get(micro.number))
 
     def _advantage(self, micro: Micro) -> Tensor:
         return self.advantage.get(micro.number, micro.advantage_S)
@@ -245,7 +279,8 @@ class Updates:
         anchor_sums(self.sums, proximal_S, micro.behavior_S, micro.lag_S, micro.swapped_S, micro.sequence_S,
                     len(self.tokens_M), self.bounds)
 
-    def _check_mismatch(self) -> None:
+    def check_mismatch(self) -> None:
+        """Raises EngineMismatch where the tokens of these very weights were sampled by another distribution."""
         current, total = to_list(self.ranks.sum_tensor(stack(self.sums.total, ("current", "current_abs"), 0.0)))
         if current and total / current > MISMATCH_ERROR:
             raise EngineMismatch(

@@ -45,7 +45,9 @@ class Keys:
 
 def keys_of(config: Config) -> Keys:
     """The columns that a run reads."""
-    return Keys(prompt=config.data.prompt_key, answer=config.data.answer_key, needs_answer=config.reward in REWARDS)
+    named = (config.reward, *(part.reward for part in config.scoring.parts))
+    return Keys(prompt=config.data.prompt_key, answer=config.data.answer_key,
+                needs_answer=any(reward in REWARDS for reward in named))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

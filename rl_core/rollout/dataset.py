@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from rl_core.config import Config, DataSource
 from rl_core.errors import ConfigError, DataError
+from rl_core.hooks.kinds import is_function
 from rl_core.hub import PREFIX, HubId, fetch, hub_id
 from rl_core.rollout.data_files import read_file, table_of
 from rl_core.rollout.data_rows import Keys, Row, keys_of
 from rl_core.rollout.data_tables import Place, Table
+from rl_core.rollout.environments.function import made_rows
 from rl_core.rollout.environments.sort import held_out_rows, sort_rows
 
 SORT = "sort"
@@ -120,6 +122,9 @@ def _tables(source: DataSource, config: Config, cwd: Path, field: str, limit: in
     if source.path == SORT or source.path.startswith(TASK):
         made = _sort(config, size, held_out) if source.path == SORT else _reasoning(source.path, config, size, held_out)
         return (table_of(made, Place(path=field, source=source.path), Keys(needs_answer=source.path == SORT)),)
+    if is_function(source.path):
+        made = made_rows(source.path, field, config, size, held_out=held_out, cwd=cwd)
+        return (table_of(made, Place(path=field, source=source.path), keys),)
     if source.path.startswith(PREFIX):
         return _hub_tables(source.path, keys, field, limit, config.deadlines.model_setup_s)
     path = cwd / Path(source.path).expanduser()

@@ -7,8 +7,9 @@ HTTP engine implements it over a server. Engines know token ids only: no text, n
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rl_core.types import Completion, GenerateRequest, WeightVersion
 
@@ -48,4 +49,29 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Cancel what runs and free everything. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """One server of an engine, out of its rollout and at one version until it is given back."""
+
+    id: str
+    url: str
+    version: WeightVersion
+    """What it serves, loaded and compared by the lender."""
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """An engine of several servers, which can do without one for a while."""
+
+    def lend(self, version: WeightVersion, weights_dir: Path, *, wait_s: float, for_s: float) -> Loan:
+        """Take one server out of rollout and let it serve `version`, which may be an earlier one; its requests go on at
+        the others. Waits `wait_s` at most for one that can be spared, and takes it back by itself after `for_s`, or
+        when the next one is lent. Raises DeadlinePassed where none can be spared, DeadPart, WeightsDamaged."""
+        ...
+
+    def take_back(self, loan_id: str) -> None:
+        """It serves rollout again, with the current weights. A loan that is over is no error."""
         ...

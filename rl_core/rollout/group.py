@@ -31,6 +31,8 @@ class GroupInFlight:
     started: float
     """Monotonic seconds."""
     dispatched_at_us: int
+    answered_at_us: int = 0
+    """When the engine gave the last of its answers so far."""
     pending: dict[str, int] = field(default_factory=dict[str, int])
     """Request id -> response being sampled or scored now."""
     tries: dict[int, int] = field(default_factory=dict[int, int])
@@ -52,11 +54,12 @@ class GroupInFlight:
         self.pending[request.request_id] = response
         return request
 
-    def finish(self, request_id: str, answer: Answer) -> bool:
+    def finish(self, request_id: str, answer: Answer, answered_at_us: int = 0) -> bool:
         """Keep a finished answer. False if nobody waits for this request any more."""
         response = self.pending.pop(request_id, None)
         if response is None:
             return False
+        self.answered_at_us = max(self.answered_at_us, answered_at_us)
         self.answers[response] = answer
         return True
 
@@ -84,9 +87,9 @@ class GroupInFlight:
 
     def whole(self, now_us: int) -> TrajectoryGroup:
         """The group as it lands, answers in order of their numbers."""
-        meta: dict[str, Any] = {}
+        meta: dict[str, Any] = {"answered_at_us": self.answered_at_us} if self.answered_at_us else {}
         if self.failures:
-            meta = {"failures": len(self.failures), "last_failure": self.failures[-1][0]}
+            meta |= {"failures": len(self.failures), "last_failure": self.failures[-1][0]}
         return as_group(self.lease, [self.answers[response] for response in sorted(self.answers)],
                         dispatched_at_us=self.dispatched_at_us, finished_at_us=now_us, meta=meta)
 

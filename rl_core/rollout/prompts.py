@@ -7,6 +7,7 @@ Importable without torch and transformers; `load_tokenizer` imports transformers
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +115,9 @@ class PromptSource:
         rows = np.diff(np.searchsorted(self._kept.rows, ends)).tolist()
         self._mixture = Mixture(rows, [source.weight for source in self.data.sources])
         self._orders: dict[int, NDArray[np.int64]] = {}
+        self.sampled: Callable[[int, NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]] | None = None
+        """Where `data.sampler` is set: the order of an epoch by its number, its prompts and their rows (orders.py). Set
+        by the run, before an order is asked for."""
 
     @classmethod
     def of_model(cls, config: Config, model_dir: Path) -> PromptSource:
@@ -206,11 +210,21 @@ class PromptSource:
     def _order(self, dataset_epoch: int) -> NDArray[np.int64]:
         order = self._orders.get(dataset_epoch)
         if order is None:
-            order = self._mixture.order(self._config.seed, dataset_epoch, shuffle=self._config.data.shuffle)
+            order = self._made_order(dataset_epoch)
             # Leases look at one epoch, retries at the one before; others are made again.
             near = {e: o for e, o in self._orders.items() if abs(e - dataset_epoch) <= 1}
             self._orders = near | {dataset_epoch: order}
         return order
+
+
+    def _made_order(self, dataset_epoch: int) -> NDArray[np.int64]:
+        config = self._config
+        if config.data.sampler is None:
+            return self._mixture.order(config.seed, dataset_epoch, shuffle=config.data.shuffle)
+        assert self.sampled is not None, "a sampler's order is made inside a run"
+        prompts = self._mixture.order(config.seed, dataset_epoch, shuffle=False)
+        rows = np.array([self._kept.rows[self._mixture.row(idx)] for idx in prompts.tolist()], np.int64)
+        return self.sampled(dataset_epoch, prompts, rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ from rl_core.experience.experience import Experience
 from rl_core.experience.leases import Leased
 from rl_core.experience.shards import sweep_tmp
 from rl_core.run_dir import RunDir, check_attempt
+from rl_core.run_log import STORY
 from rl_core.types import Landed, Lease, Prompt, Sampling, WeightVersion, WorkerEvents, WorkerStatus
 from rl_core.versions import learn_versions, read_version
 
@@ -306,6 +307,8 @@ class Pump:
             worker.status, worker.asked = None, True
             self._experience.worker_ended(worker.name)
             self._restarts += 1
+            STORY.warning("%s died and is started again (%d of %d): %s", worker.name, self._restarts,
+                          self._config.failure.worker_restarts, worker.death)
             if self._restarts > self._config.failure.worker_restarts:
                 raise FailureBudgetSpent(
                     f"rollout workers died {self._restarts} times in this attempt (failure.worker_restarts "
@@ -454,17 +457,20 @@ class Pump:
 
     def snapshot(self) -> dict[str, Any]:
         """Now: `in_flight` F, `landed` L, `step` (next unclaimed), `capacity` of the worker with the newest weights and
-        its `binding` term, `restarts`, `tokens_per_s`, and `workers`: by name `served_idx`, `in_flight`, `running`,
-        `alive`, `oldest_lease_s`, `tokens_per_s`, `tokens_generated`, `tokens_wasted`, `seconds` (interval ledger),
-        `servers` (counters of its engine's servers)."""
+        its `binding` term, `restarts`, `budgets` (of failure.*: spent and allowed), `tokens_per_s`, and `workers`: by
+        name `served_idx`, `in_flight`, `running`, `alive`, `oldest_lease_s`, `tokens_per_s`, `tokens_generated`,
+        `tokens_wasted`, `seconds` (interval ledger), `servers` (counters of its engine's servers)."""
         with self._changed:
             book = self._experience.leases
             state = self._experience.admission(max(book.served.values(), default=-1))
             workers = {w.name: self._worker_snapshot(w) for w in self._workers.values()}
             return {"step": state.step, "in_flight": state.leased, "landed": state.landed,
                     "capacity": admission.capacity(state) if book.known else 0, "binding": admission.binding(state),
-                    "restarts": self._restarts, "tokens_per_s": sum(w["tokens_per_s"] for w in workers.values()),
-                    "workers": workers}
+                    "restarts": self._restarts, "budgets": self._budgets(), "workers": workers,
+                    "tokens_per_s": sum(w["tokens_per_s"] for w in workers.values())}
+
+    def _budgets(self) -> dict[str, tuple[int, int]]:
+        return {"worker_restarts": (self._restarts, self._config.failure.worker_restarts), **self._experience.budgets()}
 
     def _worker_snapshot(self, worker: _Worker) -> dict[str, Any]:
         status = worker.status

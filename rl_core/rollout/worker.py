@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import queue
 import threading
 import time
@@ -26,25 +27,29 @@ from rl_core.errors import (
     DeadlinePassed,
     DeadPart,
     FailureBudgetSpent,
+    FilterError,
+    FilterTimeout,
     RewardError,
-    RewardTimeout,
     WorkerDead,
 )
 from rl_core.experience.outcomes import put_outcome
 from rl_core.experience.shards import GroupCommit, ShardWriter
-from rl_core.metrics import IntervalLedger
+from rl_core.metrics import MAX_SPANS, IntervalLedger
 from rl_core.rollout.assembly import SampleRefused, as_answer, check_completion, sampling_seed
-from rl_core.rollout.engine import Engine
+from rl_core.rollout.engine import Engine, Lender, Loan
 from rl_core.rollout.group import GroupInFlight, Verdict
+from rl_core.rollout.group_filter import GroupFilter
 from rl_core.rollout.prompts import Tokenizer
 from rl_core.rollout.rewards.scoring import Scorer, answer_text
 from rl_core.run_dir import RunDir
+from rl_core.spans import SPANS, as_rows
 from rl_core.types import (
     Completion,
     Landed,
     Lease,
     Outcome,
     OutcomeKind,
+    Span,
     TrajectoryGroup,
     WeightVersion,
     WorkerEvents,
@@ -58,6 +63,9 @@ CLOSE_DEADLINE_S = 1.0
 REMEMBERED = 1 << 16
 """Landed group ids that `cancel` still answers for."""
 
+SAME = -1
+"""Of a swap: goes on as before."""
+
 CancelAnswer = Literal["cancelled", "landed", "unknown"]
 
 
@@ -68,6 +76,7 @@ class _Result:
     group_id: str
     request_id: str
     future: Future[Completion]
+    at_us: int
 
 
 class RolloutWorker:
@@ -85,9 +94,10 @@ class RolloutWorker:
     """
 
     def __init__(self, run: RunDir, config: Config, *, name: str, attempt: int, engine: Engine, tokenizer: Tokenizer,
-                 scorer: Scorer, digests: Mapping[str, str]) -> None:
+                 scorer: Scorer, digests: Mapping[str, str], group_filter: GroupFilter | None = None) -> None:
         self._run, self._config, self._name = run, config, name
         self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
+        self._filter = group_filter
         self._ledger = IntervalLedger()
         self._changed = threading.Condition(threading.RLock())  # guards all below
         self._groups: dict[str, GroupInFlight] = {}
@@ -105,10 +115,13 @@ class RolloutWorker:
         self._swaps = threading.Lock()
         self._counts = threading.Lock()  # guards the next three, for the engine's thread
         self._running = 0
-        self._swapping = False
+        self._swapping: int | None = None
         self._tokens_generated = 0
         self._results: queue.SimpleQueue[_Result | None] = queue.SimpleQueue()
         self._writer = ShardWriter(run, name, attempt, digests, config.storage.fsync)
+        self._spans: list[Span] = []
+        self._landing_since_us = 0
+        self._writer.stated = self._begin_landing
         self._commit = GroupCommit(self._writer, on_landed=self._on_landed, on_refused=self._on_refused,
                                    on_error=self._on_landing_error, cap_groups=config.storage.shard_groups)
         self._looks = threading.Lock()  # whoever looks at group deadlines
@@ -174,14 +187,30 @@ class RolloutWorker:
             with self._changed:
                 self._raise_if_over()
                 self._versions = self._versions | {version.v: version}
-            self._mark(swapping=True)
+            self._mark(swapping=version.v)
             try:
                 return self._engine.swap(version, self._run.weights(version.v))
             except DeadPart as error:
                 self._end_worker(WorkerDead(f"engine of worker {self._name}: {error}"))
                 raise WorkerDead(f"engine of worker {self._name}: {error}") from error
             finally:
-                self._mark(swapping=False)
+                self._mark(swapping=None)
+
+    def lend(self, version: WeightVersion, wait_s: float, for_s: float) -> Loan:
+        """One server of the engine leaves rollout and serves `version` (engine.Lender): for a validation.
+
+        Raises ValueError for an engine without servers, DeadlinePassed where none can be spared in `wait_s`, DeadPart
+        where it dies meanwhile, WeightsDamaged, WorkerDead."""
+        with self._changed:
+            self._raise_if_over()
+        if not isinstance(self._engine, Lender):
+            raise ValueError(f"worker {self._name}: its engine has no servers to lend")
+        return self._engine.lend(version, self._run.weights(version.v), wait_s=wait_s, for_s=for_s)
+
+    def take_back(self, loan_id: str) -> None:
+        """The server of this loan serves rollout again."""
+        if isinstance(self._engine, Lender):
+            self._engine.take_back(loan_id)
 
     def status(self) -> WorkerStatus:
         with self._changed:
@@ -203,6 +232,8 @@ class RolloutWorker:
         for _ in self._settlers:
             self._results.put(None)
         self._scorer.close()
+        if self._filter is not None:
+            self._filter.close()
         deadline = time.monotonic() + CLOSE_DEADLINE_S / 2
         for settler in self._settlers:
             settler.join(max(0.0, deadline - time.monotonic()))
@@ -225,15 +256,19 @@ class RolloutWorker:
         if not future.cancelled() and future.exception() is None:
             tokens = len(future.result().token_ids_L)
         self._mark(running=-1, tokens=tokens)
-        self._results.put(_Result(group_id, request_id, future))
+        self._results.put(_Result(group_id, request_id, future, time.time_ns() // 1000))
 
-    def _mark(self, *, running: int = 0, tokens: int = 0, swapping: bool | None = None) -> None:
-        """Count, and book the time from now on."""
+    def _mark(self, *, running: int = 0, tokens: int = 0, swapping: int | None = SAME) -> None:
+        """Count, and book the time from now on. `swapping`: the version that is being taken up; None: none is any more.
+        """
         with self._counts:
             self._running += running
             self._tokens_generated += tokens
-            self._swapping = self._swapping if swapping is None else swapping
-            self._ledger.enter("syncing" if self._swapping else "busy" if self._running else "waiting")
+            self._swapping = self._swapping if swapping == SAME else swapping
+            if self._swapping is not None:
+                self._ledger.enter("syncing", self._swapping)
+            else:
+                self._ledger.enter("busy" if self._running else "waiting")
 
     # -- settling: each answer is decided by one thread, each group under the lock by the thread of its last answer
 
@@ -275,7 +310,7 @@ class RolloutWorker:
         elif error is not None:
             self._failed(group, result.request_id, "engine_error", f"{type(error).__name__}: {error}", 0)
         else:
-            self._settle_completion(group, result.request_id, result.future.result())
+            self._settle_completion(group, result, result.future.result())
 
     def _awaited_by(self, result: _Result) -> GroupInFlight | None:
         """The group that waits for this result; a result that nobody waits for is wasted."""
@@ -287,8 +322,8 @@ class RolloutWorker:
                 self._tokens_wasted += len(result.future.result().token_ids_L)
             return None
 
-    def _settle_completion(self, group: GroupInFlight, request_id: str, completion: Completion) -> None:
-        tokens = len(completion.token_ids_L)
+    def _settle_completion(self, group: GroupInFlight, result: _Result, completion: Completion) -> None:
+        tokens, request_id = len(completion.token_ids_L), result.request_id
         try:
             span = check_completion(completion, self._versions)
             decoded = str(self._tokenizer.decode(completion.token_ids_L, skip_special_tokens=True))
@@ -299,8 +334,7 @@ class RolloutWorker:
         except RewardError as error:
             if not self._closed:
                 self._count_reward_failure(error)
-                reason = "reward_timeout" if isinstance(error, RewardTimeout) else "reward_error"
-                self._failed(group, request_id, reason, str(error), tokens)
+                self._failed(group, request_id, error.reason, str(error), tokens)
             return
         with self._changed:
             self._reward_failures = 0
@@ -309,7 +343,7 @@ class RolloutWorker:
                 self._tokens_wasted += tokens
                 return
             seed = sampling_seed(self._config.seed, group.lease.group_id, response, group.tries[response] - 1)
-            group.finish(request_id, as_answer(completion, span, score, seed))
+            group.finish(request_id, as_answer(completion, span, score, seed), result.at_us)
             verdict = group.verdict
         self._end_if_over(group, verdict)
 
@@ -370,10 +404,26 @@ class RolloutWorker:
             if group.phase != "running" or self._groups.get(group.lease.group_id) is not group:
                 return
             group.phase = "landing"
+        whole = group.whole(time.time_ns() // 1000)
+        if self._filter is not None and not self._passes(group, whole, self._filter):
+            return
         try:
-            self._commit.put(group.whole(time.time_ns() // 1000))
+            self._commit.put(whole)
         except DeadPart as error:
             self._end_worker(WorkerDead(f"worker {self._name}: {error}: {error.__cause__}"))
+
+    def _passes(self, group: GroupInFlight, whole: TrajectoryGroup, group_filter: GroupFilter) -> bool:
+        """Ask the filter; a group that it leaves out, or of which it says nothing, ends here."""
+        try:
+            reason = group_filter(whole)
+        except FilterError as error:
+            if not self._closed:
+                kind = "filter_timeout" if isinstance(error, FilterTimeout) else "filter_error"
+                self._end_group(group, "failed", kind, str(error))
+            return False
+        if reason is not None:
+            self._end_group(group, "filtered", reason, f"left out by {self._config.rollout.group_filter}")
+        return reason is None
 
     def _end_group(self, group: GroupInFlight, kind: OutcomeKind, reason: str, error: str) -> None:
         """Write the outcome, then let the group go: until the outcome is durable the lease is still in flight."""
@@ -415,7 +465,14 @@ class RolloutWorker:
 
     # -- on the landing thread
 
+    def _begin_landing(self) -> dict[str, str]:
+        """What the next shard says of this worker: where its time went since the shard before."""
+        self._landing_since_us = self._ledger.now_us()
+        self._spans = [*self._spans, *self._ledger.take_spans()][-MAX_SPANS:]  # those of a landing that failed, too
+        return {SPANS: json.dumps(as_rows(self._spans))}
+
     def _on_landed(self, hint: Landed) -> None:
+        self._spans = [Span("landing", self._landing_since_us, self._ledger.now_us(), hint.seq)]
         with self._changed:
             self._landing_fails_since = None
             for group_id in hint.group_ids:
@@ -464,14 +521,16 @@ def open_worker(*, root: str, config: Config, name: str, attempt: int, cwd: str 
     """
     from rl_core.model_setup import model_digests
     from rl_core.rollout.engines import open_engine
+    from rl_core.rollout.group_filter import make_group_filter
     from rl_core.rollout.prompts import load_tokenizer
     from rl_core.rollout.rewards.scoring import make_scorer
 
     run = RunDir(Path(root))
     scorer = make_scorer(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
+    group_filter = make_group_filter(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
     settings = config.rollout.engine
     digests = {**model_digests(run.model), "engine": settings.type, "dtype": settings.dtype}
     logs = [run.server_log(name, i) for i in range(config.servers_started)]
     engine = open_engine(config, run.model, logs, run)
     return RolloutWorker(run, config, name=name, attempt=attempt, engine=engine, tokenizer=load_tokenizer(run.model),
-                         scorer=scorer, digests=digests)
+                         scorer=scorer, digests=digests, group_filter=group_filter)

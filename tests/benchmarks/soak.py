@@ -62,10 +62,10 @@ class Watched:
     """(steps, bytes of shards, checkpoints and weights)."""
     rest: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(steps, all other bytes of the run directory), now and then."""
-    cpu: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    """(steps, processor seconds of all processes until then)."""
-    spent: dict[int, float] = field(default_factory=dict[int, float])
-    """Processor seconds by pid, also of those that have ended."""
+    cpu: list[tuple[int, dict[str, float]]] = field(default_factory=list[tuple[int, dict[str, float]]])
+    """(steps, processor seconds of each process until then)."""
+    spent: dict[str, float] = field(default_factory=dict[str, float])
+    """Processor seconds by process, also of those that have ended."""
 
     def look(self, home: Home, run: RunDir) -> None:
         steps = len(recorded_steps(run))
@@ -75,9 +75,9 @@ class Watched:
                 name = name_of(pid, command, run)
             except OSError:
                 continue
-            self.spent[pid] = (int(fields[11]) + int(fields[12])) / TICKS
+            self.spent[f"{name} ({pid})"] = (int(fields[11]) + int(fields[12])) / TICKS
             self.memory[f"{name} ({pid})"].append((steps, int(fields[21]) * PAGE))
-        self.cpu.append((steps, sum(self.spent.values())))
+        self.cpu.append((steps, dict(self.spent)))
         kept = (run.streams, run.checkpoints, run.weights_root)
         self.kept.append((steps, sum(map(bytes_in, kept))))
         if steps and len(self.kept) % REST_EVERY == 0:
@@ -139,16 +139,19 @@ def soak() -> Iterator[dict[str, Any]]:
         (first, few), *_, (last, many) = [look for look in seen.rest if WARM <= look[0] < STEPS]
         yield figure("soak/other_bytes_per_step", (many - few) / (last - first), "bytes", f"<= {REST_BYTES}")
         early, late = cost(run, seen, WARM, COMPARED), cost(run, seen, LAST, STEPS)
-        yield figure("soak/cpu_per_token_change", abs(100 * (late / early - 1)), "%", "<= 10",
-                     microseconds=[round(1e6 * early, 1), round(1e6 * late, 1)])
+        sums = [sum(of.values()) for of in (early, late)]
+        yield figure("soak/cpu_per_token_change", abs(100 * (sums[1] / sums[0] - 1)), "%", "<= 10",
+                     microseconds=[round(1e6 * each, 1) for each in sums],
+                     by_process={name: [round(1e6 * of.get(name, 0.0), 1) for of in (early, late)]
+                                 for name in late if 1e6 * max(early.get(name, 0.0), late[name]) >= 1})
 
 
-def cost(run: RunDir, seen: Watched, first: int, last: int) -> float:
-    """Processor seconds of all processes per token in the loss, between two looks in this span of steps."""
+def cost(run: RunDir, seen: Watched, first: int, last: int) -> dict[str, float]:
+    """Processor seconds of each process per token in the loss, between two looks in this span of steps."""
     looks = within([(steps, (steps, spent)) for steps, spent in seen.cpu], first, last)
     (begin, before), (end, after) = looks[0], looks[-1]
     tokens = sum(read_record(run, step).metrics["train/loss_tokens"] for step in range(begin, end))
-    return (after - before) / tokens
+    return {name: (spent - before.get(name, 0.0)) / tokens for name, spent in after.items()}
 
 
 if __name__ == "__main__":

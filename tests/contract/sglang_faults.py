@@ -179,7 +179,7 @@ class FaultyServer:
         if route == wire.CHECKSUMS:
             return web.json_response({"success": True, "message": "", "ranks": [{"checksums": self.checksums}]})
         if route == wire.ABORT:
-            self.aborted.append(body["rid"])
+            self.aborted += [each["rid"] for each in self.asked] if body.get("abort_all") else [body["rid"]]
             return web.Response()
         if route == wire.UPDATE_FROM_DISK:
             return await self._update(body)

@@ -35,6 +35,8 @@ from tests.sglang_answers import (
     request,
     runs,
     swapped_logprobs,
+    version_at,
+    wait_for,
 )
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -74,13 +76,6 @@ def open_engine(sglang_server: SglangServer, sglang_model: Path, publish: Publis
     body = {"model_path": str(sglang_model), "weight_version": wire.UNNAMED, "flush_cache": True}
     assert ask(sglang_server.url, wire.RESUME, {}).status == 200
     assert ask(sglang_server.url, wire.UPDATE_FROM_DISK, body).status == 200
-
-
-def wait_for(reached: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    until = time.monotonic() + deadline_s
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def answers(engine: SglangEngine | TorchEngine, requests: list[GenerateRequest]) -> list[Completion]:
@@ -307,9 +302,5 @@ def test_answers_of_a_server_that_is_killed_go_on_elsewhere(pair: SglangEngine, 
     found = [future.result(DEADLINE_S) for future in futures]
     assert all(is_whole(answer, 1000) and runs(answer) == [(1000, 21)] for answer in found)
     assert 1 <= count(pair, "retries") <= 12
-    wait_for(lambda: any(model_version(url) == "21" for url in [victim.url]))
+    wait_for(lambda: version_at(victim.url) == "21")
     wait_for(lambda: all(is_whole(answer, 16) for answer in answers(pair, [request(6000 + i, 16) for i in range(4)])))
-
-
-def model_version(url: str) -> str | None:
-    return ask(url, wire.MODEL_INFO).fields.get("weight_version")

@@ -16,14 +16,17 @@ import pytest
 import torch
 
 from rl_core.config import SglangEngineConfig, TinyModel
-from rl_core.errors import ConfigError, DeadPart, EngineStartFailed, WeightsDamaged
+from rl_core.errors import ConfigError, DeadlinePassed, DeadPart, EngineStartFailed, WeightsDamaged
+from rl_core.rollout.engine import Loan
 from rl_core.rollout.sglang import supervision
-from rl_core.rollout.sglang.engine import AnswerFailed, SglangEngine
+from rl_core.rollout.sglang.engine import SglangEngine
+from rl_core.rollout.sglang.serving import AnswerFailed
 from rl_core.rollout.sglang.swapping import WeightsRefused
 from rl_core.tiny_model import make_tiny_model
 from rl_core.types import Completion, GenerateRequest, Sampling, WeightVersion
 from rl_core.weights import WEIGHTS_FILE, digest_tensors, read_tensors, write_weights
 from tests.contract.sglang_faults import FaultyServer, token_at
+from tests.sglang_answers import wait_for
 
 DEADLINE_S = 30
 PROMPT = 5
@@ -368,3 +371,121 @@ def test_an_answer_is_never_continued_by_older_weights(servers: list[FaultyServe
         for answer in [future.result(DEADLINE_S) for future in futures]:
             versions = answer.version_runs.version_R.tolist()
             assert is_whole(answer, 80) and versions == sorted(versions)
+
+
+# -- a server is lent
+
+
+def lent_and_other(servers: list[FaultyServer], loan: Loan) -> tuple[FaultyServer, FaultyServer]:
+    [lent] = [server for server in servers if server.url == loan.url]
+    [other] = [server for server in servers if server is not lent]
+    return lent, other
+
+
+def test_a_lent_server_serves_its_version_alone_and_comes_back_with_the_current_one(
+        servers: list[FaultyServer], open_engine: Callable[..., SglangEngine], model_dir: Path, tmp_path: Path) -> None:
+    for server in servers:
+        server.delay_s = 0.01
+    engine = open_engine(*servers)
+    first, second, third = (publication(model_dir, tmp_path, idx) for idx in (1, 2, 3))
+    engine.swap(*first)
+    engine.swap(*second)
+    futures = [engine.submit(request(i, tokens=200)) for i in range(16)]
+    wait_for(lambda: min(counts["tokens"] for counts in engine.counters().values()) >= 16)
+    loan = engine.lend(*first, wait_s=5, for_s=60)
+    lent, other = lent_and_other(servers, loan)
+    assert (loan.version, lent.version, other.version) == (first[0], "1", "2")
+    assert lent.checksums == FaultyServer._checksums(first[1])
+    asked = len(lent.asked)
+    futures += [engine.submit(request(16 + i, tokens=40)) for i in range(4)]
+    engine.swap(*third)
+    answers = [future.result(DEADLINE_S) for future in futures]
+    assert all(is_whole(answer, 200 if i < 16 else 40) for i, answer in enumerate(answers))
+    assert {version for answer in answers for version in answer.version_runs.version_R.tolist()} == {2, 3}
+    assert (len(lent.asked), lent.version, other.version, engine.served) == (asked, "1", "3", third[0])
+    engine.take_back(loan.id)
+    engine.take_back(loan.id)
+    assert lent.version == "3" and not lent.paused
+    futures = [engine.submit(request(8 * i, tokens=8, prompt=9 + i)) for i in range(4)]  # no server has these prompts
+    assert all(is_whole(future.result(DEADLINE_S), 8, 9 + i) for i, future in enumerate(futures))
+    assert len(lent.asked) > asked
+    assert (count(engine, "restarts"), count(engine, "retries"), count(engine, "thrown_tokens")) == (0, 0, 0)
+
+
+def test_a_loan_ends_by_itself_when_its_time_is_over_and_when_the_next_one_begins(
+        servers: list[FaultyServer], open_engine: Callable[..., SglangEngine], model_dir: Path, tmp_path: Path) -> None:
+    engine = open_engine(*servers)
+    first, second = (publication(model_dir, tmp_path, idx) for idx in (1, 2))
+    engine.swap(*first)
+    engine.swap(*second)
+    for for_s in (60.0, 0.3):
+        loan = engine.lend(*first, wait_s=5, for_s=for_s)
+        lent, other = lent_and_other(servers, loan)
+        assert (lent.version, other.version) == ("1", "2")
+    wait_for(lambda: lent.version == "2", 5)
+    engine.take_back(loan.id)
+    assert count(engine, "restarts") == 0
+
+
+def test_a_lent_server_that_dies_is_started_again_for_rollout(
+        servers: list[FaultyServer], open_engine: Callable[..., SglangEngine], model_dir: Path, tmp_path: Path) -> None:
+    engine = open_engine(*servers)
+    first, second = (publication(model_dir, tmp_path, idx) for idx in (1, 2))
+    engine.swap(*first)
+    engine.swap(*second)
+    loan = engine.lend(*first, wait_s=5, for_s=60)
+    lent, _ = lent_and_other(servers, loan)
+    lent.stop()
+    wait_for(lambda: lent.url != loan.url and lent.version == "2", 5)
+    engine.take_back(loan.id)
+    assert lent.version == "2" and count(engine, "restarts") == 1
+    again = engine.lend(*first, wait_s=5, for_s=60)
+    assert again.url in {server.url for server in servers}
+
+
+def test_the_only_server_that_is_there_is_not_lent(servers: list[FaultyServer],
+                                                   open_engine: Callable[..., SglangEngine], model_dir: Path,
+                                                   tmp_path: Path) -> None:
+    engine = open_engine(servers[0])
+    engine.swap(*publication(model_dir, tmp_path, 2))
+    with pytest.raises(DeadlinePassed, match=r"no server can be spared: 1 of 1 were there for 0\.1 s"):
+        engine.lend(*publication(model_dir, tmp_path, 1), wait_s=0.1, for_s=60)
+    assert servers[0].version == "2" and is_whole(engine.submit(request()).result(DEADLINE_S))
+
+
+def test_weights_that_a_server_refuses_are_not_lent_and_it_stays_with_rollout(
+        servers: list[FaultyServer], open_engine: Callable[..., SglangEngine], model_dir: Path, tmp_path: Path) -> None:
+    engine = open_engine(*servers)
+    engine.swap(*publication(model_dir, tmp_path, 2))
+    for server in servers:
+        server.fault["update_refused"] = 1
+    with pytest.raises(WeightsRefused):
+        engine.lend(*publication(model_dir, tmp_path, 1), wait_s=5, for_s=60)
+    assert [server.version for server in servers] == ["2", "2"] and count(engine, "restarts") == 0
+    assert engine.lend(*publication(model_dir, tmp_path, 3), wait_s=5, for_s=60).version.v == 3
+
+
+def test_a_borrower_asks_as_it_likes_and_believes_no_other_version(servers: list[FaultyServer], model_dir: Path,
+                                                                   tmp_path: Path) -> None:
+    version, directory = publication(model_dir, tmp_path, 1)
+    with servers[0] as server:
+        config = SglangEngineConfig(device="cpu", dtype="float32", urls=(server.url,), start_s=0.5)
+        loan = Loan("loan", server.url, version)
+        with pytest.raises(EngineStartFailed, match="is lent at version 1 and says that it serves 'default'"):
+            SglangEngine(model_dir, config=config, loan=loan)
+        server.version = "1"
+        engine = SglangEngine(model_dir, config=config, loan=loan)
+        assert engine.served == version and engine.swap(version, directory) == version.digest
+        with pytest.raises(ValueError, match="is lent at version 1"):
+            engine.swap(*publication(model_dir, tmp_path, 2))
+        answer = engine.submit(request(temperature=0.0, top_p=0.9, top_k=7)).result(DEADLINE_S)
+        assert is_whole(answer) and answer.version_runs.version_R.tolist() == [1]
+        asked = server.asked[-1]
+        assert [asked["sampling_params"][name] for name in ("temperature", "top_p", "top_k")] == [0.0, 0.9, 7]
+        assert asked["extra_key"] == "loan-1"
+        server.delay_s = 0.05
+        future = engine.submit(request(1, tokens=400))
+        server.version = "2"
+        with pytest.raises(DeadPart, match=r"is lent at version 1 and says that it serves '2'"):
+            future.result(DEADLINE_S)
+        engine.close()

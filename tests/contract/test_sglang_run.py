@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from rl_core.records import read_record, recorded_steps
+from rl_core.validation import read_validation, validated_steps
 from rl_core.versions import read_versions
 from tests.runs import Command, Home, processes_of, wait_until_gone
-from tests.serving import PYTHON, ROOT
+from tests.serving import ENGINE, PYTHON, ROOT
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 STEPS = 16
@@ -60,6 +61,36 @@ def test_a_run_learns_over_swaps_in_flight_and_over_the_death_of_its_server(home
     check_completed(home, command, STEPS)
     assert wait_until_gone(home, 5) == {}
     assert "ended: signal 9" in command.run.server_log("rollout-0", 0).read_text()
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_go_over_a_process_group_learns_as_any_other(home: Home) -> None:
+    """Two learner ranks, gloo: the server reads no published file."""
+    command = train(home, "group", f"total_steps={STEPS}", "model.warmup_steps=20", "validation.every=100",
+                    "data.validation_size=32", "rollout.engine.transport=collective", "learner.ranks=2",
+                    f"rollout.engine.server_args={[*ENGINE['server_args'], '--log-level-http', 'info']}")
+    assert command.wait(600) == 0, (command.out, command.err)
+    check_completed(home, command, STEPS)
+    said = command.run.server_log("rollout-0", 0).read_text()
+    assert said.count("POST /update_weights_from_distributed HTTP/1.1\" 200") >= STEPS
+    assert "/update_weights_from_disk" not in said
+    assert wait_until_gone(home, 5) == {}
+
+
+@pytest.mark.slow
+def test_a_run_validates_by_a_server_that_rollout_lends(home: Home) -> None:
+    """Before, between and behind the steps."""
+    command = train(home, "lent", f"total_steps={STEPS}", "model.warmup_steps=20", "validation.every=4",
+                    "data.validation_size=64", "rollout.engine.replicas=2", "validation.engine=replica")
+    assert command.wait(600) == 0, (command.out, command.err)
+    check_completed(home, command, STEPS)
+    records = [read_validation(command.run, step) for step in validated_steps(command.run)]
+    versions = read_versions(command.run)
+    assert len(records) >= 4 and {records[0]["step"], records[-1]["step"]} == {0, STEPS}
+    assert all(versions[record["v"]].digest == record["digest"] and record["step"] == versions[record["v"]].step
+               for record in records)
+    assert command.json["accuracy_end"] == records[-1]["greedy_accuracy"]
+    assert wait_until_gone(home, 5) == {}
 
 
 KILLS = 10

@@ -18,12 +18,14 @@ import pytest
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
-from rl_core.metrics import METRICS, names, tracked_names
+from rl_core.metrics import MAX_PARTS, MAX_SCALARS, METRICS, names, tracked_names
 from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord
 from tasks.destination import Destination, destination, flatten, redact, redact_in, resolved
 from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, TAG_TABLES, Tracker, make_database
+from tasks.tracking.inputs import tags_of
+from tasks.tracking.traces import SHOWN, shown
 
 CONFIG = Config.model_validate({"isolated": True, "total_steps": 180})
 TS_US = 1_790_000_000_000_000
@@ -47,8 +49,8 @@ def observed(value: float) -> dict[str, float]:
     return dict.fromkeys(names("owner"), value)
 
 
-def tracker(run: RunDir, home: Path, config: Config = CONFIG, **kwargs: Any) -> Tracker:
-    return Tracker(run, config, destination(config, home, {}), run_uuid="u-1", run_key="nightly",
+def tracker(run: RunDir, home: Path, config: Config = CONFIG, uuid: str = "u-1", **kwargs: Any) -> Tracker:
+    return Tracker(run, config, destination(config, home, {}), run_uuid=uuid, run_key="nightly",
                    tags={"headway.commit": "abc", "headway.prefect_run": "p-1"}, **kwargs)
 
 
@@ -153,6 +155,90 @@ def test_the_answers_of_a_validation_are_a_table_of_mlflow_however_often_it_is_r
     [(shown,)] = query(home, f"select value from tags where run_uuid = '{again.run_id}' and key = '{TAG_TABLES}'")
     assert json.loads(str(shown)) == [{"path": f"validations/step-0000000{step}.json", "type": "table"}
                                       for step in ("00", "20", "40")]
+
+
+def test_some_answers_of_a_validation_are_traces_with_a_span_for_each_turn_and_none_is_doubled(
+        tmp_path: Path, home: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    rows = [{"data_source": "sort", "prompt": f"sort {n}", "answer": f"{n}", "mode": "sampled", "text": f"<b>{n}</b>",
+             "reward": n / 10, "correct": float(n % 2), "extracted": None, "length": 3, "finish": "stop"}
+            for n in range(20)]
+    put_if_absent(run.validation_table(20), to_json({"step": 20, "rows": rows}))
+    validate(run, 20, 0.5)
+    for _ in range(3):  # the table is the last one, so that each start writes step 20 again
+        again = tracker(run, home, uuid="traces")
+        again.start()
+        assert again.finish("FINISHED", DEADLINE_S)
+    mine = f"where request_id in (select request_id from trace_request_metadata where value = '{again.run_id}')"
+    traces = query(home, f"select request_preview, response_preview, timestamp_ms from trace_info {mine} order by 1")
+    assert traces == [(f"sort {n}", f"<b>{n}</b>", TS_US // 1000 + 20_000) for n in (0, 10, 13, 16, 3, 6)]
+    of_trace = mine.replace("request_id in", "trace_id in")
+    assert query(home, f"select name, count(*) from spans {of_trace} group by name order by name") == [
+        ("turn 1", SHOWN), ("validation 20: sampled", SHOWN)]
+    assert query(home, f"select name, value from assessments {of_trace} order by name, value") == [
+        *(("correct", value) for value in ("0.0",) * 4 + ("1.0",) * 2),
+        *(("reward", value) for value in ("0.0", "0.3", "0.6", "1.0", "1.3", "1.6"))]
+
+
+def test_the_answers_that_become_traces_lie_evenly_in_the_table() -> None:
+    assert [shown(range(n), 3) for n in (0, 2, 3, 12)] == [[], [0, 1], [0, 1, 2], [0, 4, 8]]
+
+
+def test_the_data_sets_are_inputs_by_digest_and_source_and_no_row_of_them_is_copied(tmp_path: Path, home: Path) -> None:
+    run, held_out = RunDir(tmp_path / "run"), tmp_path / "held-out.jsonl"
+    held_out.write_text('{"prompt": "sort 21", "answer": "12"}\n{"prompt": "sort 91", "answer": "19"}\n')
+    put_if_absent(run.inputs, to_json({"digests": {"data": "d" * 32}, "rows": 4096}))
+    config = Config.model_validate({"isolated": True, "data": {
+        "train": ["sort", {"path": "hf:owner/name:train", "weight": 2}], "validation": str(held_out)}})
+    for _ in range(2):
+        again = tracker(run, home, config, uuid="inputs")
+        again.start()
+        assert again.finish("FINISHED", DEADLINE_S)
+    found = query(home, "select d.name, d.digest, dataset_source_type, dataset_source, dataset_profile, t.value from "
+                        "datasets d join inputs i on i.source_id = d.dataset_uuid join input_tags t using (input_uuid) "
+                        f"where i.destination_id = '{again.run_id}' order by t.value")
+    (name, digest, kind, source, profile, context), validation = found
+    assert (name, digest, kind, context) == ("sort, hf:owner/name:train", "d" * 32, "code", "training")
+    assert json.loads(str(source)) == {"sources": [{"task": "sort", "weight": 1.0}, {
+        "path": "owner/name", "split": "train", "weight": 2.0}]} and json.loads(str(profile)) == {"num_rows": 4096}
+    assert validation[0::2] == ("held-out.jsonl", "local", '{"num_rows": 2}')
+    assert json.loads(str(validation[3])) == {"uri": str(held_out)} and len(str(validation[1])) == 32
+    artifacts = home / "mlflow" / "artifacts" / str(again.run_id)
+    assert [path.name for path in artifacts.rglob("*") if path.is_file()] == ["config.yaml"]
+
+
+def test_held_out_rows_that_cannot_be_read_leave_the_run_tracked(tmp_path: Path, home: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    put_if_absent(run.inputs, to_json({"digests": {"data": "d" * 32}, "rows": 1}))
+    config = Config.model_validate({"isolated": True, "data": {"validation": str(tmp_path / "gone.jsonl")}})
+    commit(run, 0, 1.0)
+    gone = tracker(run, home, config, uuid="unread")
+    gone.start()
+    assert gone.finish("FINISHED", DEADLINE_S) and gone.trouble is None
+    assert query(home, f"select count(*) from inputs where destination_id = '{gone.run_id}'") == [(0,)]
+    [(why,)] = query(home, f"select value from tags where run_uuid = '{gone.run_id}' and key = 'headway.data_unread'")
+    assert "gone.jsonl" in str(why)
+
+
+def test_tags_to_filter_by_are_the_runs_settings_and_what_its_caller_says(tmp_path: Path, home: Path) -> None:
+    config = Config.model_validate({"isolated": True, "model": {"type": "local", "path": "/models/qwen"}, "learner": {
+        "advantage": {"name": "rloo"}, "loss": {"name": "gspo"}}, "data": {"train": "/data/gsm8k.parquet"}})
+    assert tags_of(config) == {"headway.model": "qwen", "headway.data": "gsm8k.parquet", "headway.engine": "torch",
+                               "headway.algorithm": "rloo, gspo", "headway.reward": "exact"}
+    one = tracker(RunDir(tmp_path / "run"), home, uuid="tags")
+    one.start()
+    assert one.finish("FINISHED", DEADLINE_S)
+    tags = dict(query(home, f"select key, value from tags where run_uuid = '{one.run_id}'"))
+    assert tags.items() >= {"headway.algorithm": "grpo, ppo_clip", "headway.data": "sort", "headway.model": "tiny",
+                            "headway.commit": "abc", "headway.prefect_run": "p-1"}.items()
+
+
+def test_what_is_tracked_is_grouped_so_that_two_runs_lie_over_each_other() -> None:
+    """MLflow's charts make a section of what stands before the slash, and lay runs over each other by equal names."""
+    tracked = [metric.name for metric in METRICS if metric.tracked]
+    assert {name.partition("/")[0] for name in tracked} == {
+        "train", "rollout", "staleness", "reward", "validation", "utilization", "weights", "system"}
+    assert len(tracked) + MAX_PARTS <= MAX_SCALARS == 60
 
 
 def test_params_are_written_once_and_a_changed_setting_becomes_a_tag(tmp_path: Path, home: Path) -> None:

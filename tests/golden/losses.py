@@ -63,6 +63,11 @@ def ppo_clip(p, held, case: Case, clip_low=0.2, clip_high=0.2, dual_clip: float 
             for t, a in enumerate(case.advantage)]
 
 
+def written_out(p, held, case: Case, **_: Any):
+    """What the example of a user's loss computes."""
+    return ppo_clip(p, held, case, dual_clip=None)
+
+
 def without(name: str) -> Callable[..., list[float]]:
     """ppo_clip, 0 at the tokens that the selection of this name takes."""
     def reference(p, held, case: Case, **settings: Any) -> list[float]:
@@ -206,6 +211,7 @@ REFERENCES: dict[str, tuple[Callable[..., list[float]], list[dict[str, Any]]]] =
     "dro": (dro, [{"beta": 0.5}]),
     "cispo": (cispo, [{}, {"ratio_low": 0.8, "ratio_high": 3.0}]),
     "tis_reinforce": (tis_reinforce, [{}, {"ratio_low": 0.5, "ratio_high": 1.5}]),
+    "function": (written_out, [{"path": "./docs/examples/hooks.py:loss"}]),
 }
 
 

@@ -118,6 +118,11 @@ def test_mlflow_has_one_point_per_metric_and_step(finished: Command, home: Home)
     assert points == dict.fromkeys(expected, 1)
     artifacts = {path.name for path in home.path.glob(f"mlflow/artifacts/{run_id}/artifacts/figures/*")}
     assert artifacts == {"learning-curve.png", "staleness.png", "timeline.png"}
+    pages = home.path / "mlflow" / "artifacts" / run_id / "artifacts"
+    assert {path.name for path in pages.glob("viewer/*")} == {
+        *(f"validation-{k:09d}.html" for k in (0, 6, 12)), *(f"step-{k:09d}.html" for k in (5, 11))}
+    assert {path.name for path in pages.glob("timeline/*")} == {"timeline.html", "trace.json"}
+    assert not finished.run.screens.exists(), "no page failed"
 
 
 def test_prefect_has_the_flow_with_named_tasks_and_artifacts(finished: Command, home: Home) -> None:

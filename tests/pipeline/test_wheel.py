@@ -132,7 +132,12 @@ def test_it_holds_every_module_and_preset_and_nothing_else(installed: Installed)
         entries = archive.read(next(n for n in archive.namelist() if n.endswith("entry_points.txt"))).decode()
     modules = {path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     presets = {f"deployments/presets/{name}.yaml" for name in preset_names()}
-    assert held == modules | presets | {"deployments/prefect.yaml", "headway.py", "rl_core/py.typed"}
+    assets = {path.relative_to(ROOT).as_posix() for kind in ("js", "css")
+              for path in (ROOT / "rl_core" / "pages").glob(f"*.{kind}")}
+    assert "rl_core/pages/page.css" in assets
+    assets |= {"deployments/prometheus/prometheus.yml", "deployments/prometheus/alerts.yml",
+               "deployments/grafana/headway.json"}
+    assert held == modules | presets | assets | {"deployments/prefect.yaml", "headway.py", "rl_core/py.typed"}
     assert entries.split("\n")[:2] == ["[console_scripts]", "headway = headway:main"]
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rl_core.answers import TABLE_SAMPLES, Answer, Mode, fields_of, table_prompts, table_rows
+from rl_core.answers import TABLE_SAMPLES, Answer, Mode, fields_of, table_details, table_prompts, table_rows
 from rl_core.estimates import wilson
 from rl_core.metrics import (
     MAX_PARTS,
@@ -47,6 +47,9 @@ def test_the_fields_of_a_small_validation_by_hand() -> None:
     assert found["maj_at_n"] == pytest.approx((1 + 1 / 3 + 1) / 3), "a tie of three shares"
     assert found["maj_at_k"] == pytest.approx({"1": (2 / 3 + 1 / 3 + 1) / 3, "2": (2 / 3 + 1 / 3 + 1) / 3,
                                                "3": (1 + 1 / 3) / 2}), "of the prompts with k scored answers"
+    assert found["best_at_k"] == pytest.approx({k: value - 0.5 for k, value in found["pass_at_k"].items()})
+    assert found["worst_at_k"] == pytest.approx({"1": 1 / 6, "2": (-1 / 6 - 1 / 2 + 1 / 2) / 3, "3": -0.5}), "rewards"
+    assert all(lo <= found["best_at_k"][k] <= hi for k, (lo, hi) in found["best_at_k_interval"].items())
     assert all(lo <= found["maj_at_k"][k] <= hi for k, (lo, hi) in found["maj_at_k_interval"].items())
     assert all(lo <= found["pass_at_k"][k] <= hi for k, (lo, hi) in found["pass_at_k_interval"].items())
 
@@ -119,6 +122,16 @@ def test_a_row_of_the_table_has_what_a_person_asks() -> None:
     assert rows[0] == {"data_source": "b", "prompt": "what is b?", "answer": "1", "mode": "greedy", "text": "x",
                        "reward": None, "correct": None, "extracted": None, "length": 9, "finish": "length"}
     assert (rows[1]["mode"], rows[1]["reward"], rows[1]["correct"], rows[1]["extracted"]) == ("sampled", 0.5, 1.0, "7")
+
+
+def test_beside_each_row_of_the_table_stand_its_tokens_and_reward_parts() -> None:
+    answers = [Answer(prompt=1, mode="greedy", data_source="b", score=None, length=2, finish_reason="length", text="x",
+                      token_ids=(5, 9), logprobs=(-0.250004, -1.5)),
+               Answer(prompt=1, mode="sampled", data_source="b", score=Score(reward=1.0, parts={"format": 0.5}),
+                      length=1, finish_reason="stop", token_ids=(7,), logprobs=(-2.0,)), answer(0, 0.0, "greedy")]
+    assert table_details(answers, {1: "what is b?"}) == [
+        {"prompt": 1, "parts": {}, "ids": [5, 9], "logprobs": [-0.25, -1.5]},
+        {"prompt": 1, "parts": {"format": 0.5}, "ids": [7], "logprobs": [-2.0]}]
 
 
 def test_sources_become_metrics_of_which_none_begins_another() -> None:

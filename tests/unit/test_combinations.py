@@ -30,9 +30,19 @@ def settled(*sets: str, base: Config | None = None) -> Config:
 
 LOSS, CORRECTION = "learner.loss.name", "learner.correction"
 REFUSED = {
-    "a critic": (["learner.advantage.name=gae"], "learner.advantage.name: needs a critic"),
     "a greedy answer": (["learner.advantage.name=remax"], "learner.advantage.name: needs the reward of a greedy"),
-    "a reference policy": (["learner.kl.use=loss"], "learner.kl.use: needs a reference policy"),
+    "a reference that nothing is taken against": (["learner.reference.path=r"], "learner.reference.path: nothing is"),
+    "a refresh of no reference": (["learner.reference.refresh_every=2"], "learner.reference.refresh_every: there is"),
+    "a refresh of another model": (["learner.kl.use=loss", "learner.reference={path: r, refresh_every: 2}"],
+                                   "learner.reference.refresh_every: the policy's weights would take the place"),
+    "a critic that nobody asks": (["learner.critic.path=c"], "learner.critic.path: no estimator reads"),
+    "a warm-up of no critic": (["learner.critic.warmup_steps=2"], "learner.critic.warmup_steps: there is no critic"),
+    "a teacher without a model": (["learner.teacher.use=loss"], "learner.teacher.path: learner.teacher.use=loss needs"),
+    "a teacher who does not teach": (["learner.teacher.path=t"], "learner.teacher.path: nothing is learned"),
+    "a KL of a log-linear prox in the reward": (
+        [f"{LOSS}=decoupled_ppo", "learner.loss.proximal=loglinear", "learner.kl.use=reward"], "learner.kl.use: is"),
+    "a KL in the reward of parts": (["learner.advantage.name=gdpo", "learner.kl.use=reward"], "learner.kl.use: gdpo"),
+    "a KL in a reward of at least 0": (["learner.advantage.name=maxrl", "learner.kl.use=reward"], "kl.use: maxrl"),
     "k1 in the loss": (["learner.kl={use: loss, estimator: k1}"], "learner.kl.estimator: k1 has no expected gradient"),
     "k3+ in the reward": (["learner.kl={use: reward, estimator: k3+}"], "learner.kl.estimator: a reward has no grad"),
     "an unbiased reward": (["learner.kl={use: reward, unbiased: true}"], "learner.kl.unbiased: weights the KL of the"),
@@ -84,6 +94,10 @@ ALLOWED = {
     "rejection in bypass": [f"{CORRECTION}={{mode: bypass, rejection: [{{rule: seq_mean_k1, high: 1.01}}]}}"],
     "a group of one without a group mean": ["group_size=1", "learner.advantage.name=reinforce_plus_plus"],
     "a penalty": ["learner.loss={truncated: penalty, overlong_buffer: 4}"],
+    "a critic": ["learner.advantage.name=gae", "learner.critic.warmup_steps=2"],
+    "a reference": ["learner.kl.use=loss", "learner.reference.refresh_every=5"],
+    "a KL in the reward by its controller": ["learner.kl={use: reward, estimator: k1, target: 0.1}"],
+    "a teacher": ["learner.teacher={use: forward_topk, path: t}"],
 }
 
 

@@ -47,8 +47,14 @@ def commands(text: str, program: str) -> list[list[str]]:
     return [[example.get(word, word) for word in line[1:]] for line in words]
 
 
+def prose(path: Path) -> str:
+    """Without the table of all verbs, whose rows are no whole commands: test_commands.py holds it against the app."""
+    return re.sub(r"^\| `headway [^\n]*$", "", path.read_text(), flags=re.MULTILINE) if path.stem == "cli" \
+        else path.read_text()
+
+
 HEADWAY = [pytest.param(words, id=f"{path.stem}: {' '.join(words)}")
-           for path in DOCUMENTS for words in commands(path.read_text(), "headway")]
+           for path in DOCUMENTS for words in commands(prose(path), "headway")]
 STARTS = [param for param in HEADWAY if param.values[0][0] in ("train", "plan") and "--preset" in param.values[0]]
 
 

@@ -12,14 +12,18 @@ import pytest
 from rl_core.estimates import (
     Estimate,
     Vote,
+    best_at_k,
     maj_at_k,
     mean_at_n,
+    mean_best_at_k,
     mean_maj_at_k,
     mean_maj_at_n,
     mean_pass_at_k,
+    mean_worst_at_k,
     over_prompts,
     pass_at_k,
     wilson,
+    worst_at_k,
 )
 
 NEWCOMBE = {
@@ -209,3 +213,49 @@ def test_maj_at_n_over_prompts_counts_prompts_without_a_vote_as_wrong() -> None:
     assert found is not None and found.value == 0.5
     assert (found.lo, found.hi) == pytest.approx((plain.lo, plain.hi)), "one vote a prompt"
     assert mean_maj_at_n([[(None, 1.0)], [(None, 0.0)]]) is None
+
+
+BEST = {
+    # values, k, best@k, worst@k; by hand
+    "of one": ([0.25], 1, 0.25, 0.25),
+    "k = 1 is the mean": ([0.0, 1.0, 2.0, 5.0], 1, 2.0, 2.0),
+    "six pairs": ([5.0, 0.0, 2.0, 1.0], 2, 20 / 6, 4 / 6),
+    "four triples": ([0.0, 1.0, 2.0, 5.0], 3, (2 + 5 + 5 + 5) / 4, (0 + 0 + 0 + 1) / 4),
+    "k = n": ([0.0, 1.0, 2.0, 5.0], 4, 5.0, 0.0),
+    "all alike": ([-0.5, -0.5, -0.5], 2, -0.5, -0.5),
+    "below zero": ([-1.0, -3.0, 0.5], 2, (0.5 + 0.5 - 1) / 3, (-3 - 3 - 1) / 3),
+}
+
+
+@pytest.mark.parametrize(("values", "k", "best", "worst"), BEST.values(), ids=BEST)
+def test_best_and_worst_of_k_by_hand(values: list[float], k: int, best: float, worst: float) -> None:
+    assert best_at_k(values, k) == pytest.approx(best)
+    assert worst_at_k(values, k) == pytest.approx(worst)
+
+
+def test_best_and_worst_of_k_are_the_means_over_all_subsets() -> None:
+    rng = np.random.default_rng(3)
+    for n, k in ((5, 2), (7, 4), (9, 9), (8, 1)):
+        values = rng.normal(size=n).tolist()
+        assert best_at_k(values, k) == pytest.approx(np.mean([max(each) for each in combinations(values, k)]))
+        assert worst_at_k(values, k) == pytest.approx(np.mean([min(each) for each in combinations(values, k)]))
+    big = rng.normal(size=1024).tolist()
+    assert np.mean(big) < best_at_k(big, 8) < best_at_k(big, 512) <= max(big), "no number is too large"
+
+
+def test_best_of_k_is_pass_at_k_where_rewards_are_zero_and_one() -> None:
+    for n, right, k in ((8, 3, 2), (16, 1, 8), (4, 0, 4), (5, 5, 3)):
+        values = [1.0] * right + [0.0] * (n - right)
+        assert best_at_k(values, k) == pytest.approx(pass_at_k(n, right, k))
+        assert worst_at_k(values, k) == pytest.approx(math.comb(right, k) / math.comb(n, k))
+
+
+def test_best_of_k_over_prompts_counts_those_with_k_values() -> None:
+    found = mean_best_at_k([[0.0, 3.0], [1.0, 1.0, 4.0], [9.0]], 2)
+    assert found is not None and found.value == pytest.approx((3 + 3) / 2) == pytest.approx((found.lo + found.hi) / 2)
+    lowest = mean_worst_at_k([[0.0, 1.0], [1.0, 1.0]], 2)
+    assert lowest is not None and lowest == over_prompts([0.0, 1.0], 2)
+    assert mean_best_at_k([[1.0]], 2) is None and mean_worst_at_k([], 1) is None
+    for k in (0, 3):
+        with pytest.raises(ValueError, match="best@k needs 1 <= k <= n"):
+            best_at_k([0.0, 1.0], k)

@@ -69,8 +69,8 @@ ANSWERS = {
     "with dashes in front": ("--rollout-batch-size", "calls it `groups_per_step`"),
     "with dashes": ("rollout-batch-size", "calls it `groups_per_step`"),
     "with underscores": ("rollout_batch_size", "calls it `groups_per_step`"),
-    "below what is not here": ("actor_rollout_ref.ref.fsdp_config.param_offload", "there is no reference policy"),
-    "a leaf that another part has, too": ("critic.optim.lr", "has no such setting: no critic"),
+    "below what is not here": ("actor_rollout_ref.rollout.multi_turn.max_user_turns", "answers have one turn"),
+    "a leaf that another part has, too": ("critic.optim.lr", "calls it `learner.critic.lr` and `learner.critic.path`"),
     "two fields": ("epsilon", "calls it `learner.loss.clip_low` and `learner.loss.clip_high`"),
     "what two systems mean differently": ("loss_type", "TRL's is `learner.loss.aggregation`: .*; slime's is "
                                                        "`learner.loss.name`"),

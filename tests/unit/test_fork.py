@@ -296,6 +296,12 @@ def test_forks_are_numbered_and_what_died_half_way_is_removed(parent: RunDir) ->
     assert not busy.root.exists()
 
 
+def test_a_fork_takes_the_orders_of_its_prompts_along(parent: RunDir) -> None:
+    put_if_absent(parent.order(0), to_json({"epoch": 0, "order": [1, 0]}))
+    run = forked(parent, 4).run
+    assert run.order(0).read_bytes() == parent.order(0).read_bytes()
+
+
 def test_killed_at_any_moment_a_fork_is_whole_or_not_there(parent: RunDir) -> None:
     before, runs, rng = digest_of(parent), parent.root.parent, random.Random(4)
     for _ in range(8):

@@ -17,7 +17,7 @@ import pytest
 
 from rl_core import frames
 from rl_core.config import Config
-from rl_core.errors import FormatTooNew
+from rl_core.errors import ConfigError, FormatTooNew
 from rl_core.estimates import Estimate
 from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import read_groups
@@ -306,6 +306,22 @@ def test_runs_are_compared_with_the_first_one(whole: RunDir, tmp_path: Path) -> 
     assert (first["wasted"], first["dropped"]) == (0.5, pytest.approx(1 / 7))
 
 
+def test_differences_are_those_of_the_command(whole: RunDir, tmp_path: Path) -> None:
+    better = small_run(tmp_path / "better", bonus=0.5)
+    found = frames.differences(whole, [better]).set_index("name")
+    assert found.loc["reward_last", ["run", "baseline", "value", "difference"]].tolist() == ["better", 0.25, 0.75, 0.5]
+    assert found["low"].isna().tolist() == [False] * 2 + [True] + [False] * 3 + [True, False], "NaN is null"
+    assert [len(said) for said in frames.differences(whole, [better]).attrs["caveats"].values()] == [1]
+    curves = frames.curves([whole, better])
+    assert curves["run"].tolist() == ["small"] * 4 + ["better"] * 4
+    assert listed(curves["reward"])[:4] == [None, 0.0, 0.25, 0.5]
+    assert listed(curves["accuracy"])[:4] == [0.25, None, 0.75, 0.5]
+    assert listed(curves["accuracy_lo"])[2] == pytest.approx(0.4093, abs=1e-4)
+    assert {type(dtype) for dtype in [*found.dtypes, *curves.dtypes]} == {pd.ArrowDtype}
+    with pytest.raises(ConfigError, match="given twice"):
+        frames.differences(whole, [whole])
+
+
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 19: 2.093, 100: 1.984}
 
 
@@ -337,6 +353,9 @@ def test_the_notebook_of_the_documents_runs(whole: RunDir, tmp_path: Path, monke
     assert made["worst"]["reward"].tolist() == [0.0, 0.0, 0.5] and made["worst"]["text"].tolist()[0] == "311"
     assert made["comparison"]["reward_diff"].tolist() == [0.0, 0.5]
     assert made["by_source"].loc["sort", "reward_mean"] == 0.5
+    assert made["differences"].set_index("name").loc["reward_last", "difference"] == 0.5
+    assert made["curves"]["step"].tolist() == [0, 1, 2, 3] * 2
+    assert (tmp_path / "compared.png").stat().st_size > 10_000
     assert (tmp_path / "look-at-runs.png").read_bytes().startswith(b"\x89PNG")
 
 

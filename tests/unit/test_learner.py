@@ -7,6 +7,7 @@ import multiprocessing
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from rl_core.learner import batch as stages
 from rl_core.learner.learner import Learner, fold_claims
 from rl_core.learner.step_metrics import mismatch_bound
 from rl_core.loss_settings import PpoClipLoss
+from rl_core.recorded_spans import learner_spans, stages_of, states_of
 from rl_core.records import read_record
 from rl_core.run_dir import RunDir, to_json
 from rl_core.types import StepRecord
@@ -279,6 +281,31 @@ def test_a_step_publishes_its_weights_and_the_record_says_so(tmp_path):
         tensors = load_weights(run.weights(record.published.v), record.published)
         assert digest_tensors(tensors.items()) == record.published.digest
     assert same(read_record(run, 3), records[3])
+
+
+def test_records_and_checkpoints_say_where_the_time_of_the_learner_went(tmp_path):
+    config = settings(publish_every=2)
+    run = new_run(tmp_path, config, steps=3)
+    learner = started(run, config)
+    for step in range(3):
+        learner.train(step)
+    learner.checkpoint()
+    spans = learner_spans(run, [read_record(run, step) for step in range(3)])
+    states = states_of(spans)
+    assert all(a.end_us == b.begin_us for a, b in pairwise(states)), "no hole"
+    shown = [(span.name, span.of) for span in states if span.name != "waiting"]
+    assert shown == [("syncing", None), ("busy", 0), ("busy", 1), ("syncing", None), ("busy", 1), ("busy", 2),
+                     ("paused", 3)]
+    told_s, age_s = (states[-1].end_us - states[0].begin_us) / 1e6, sum(learner.status()["seconds"].values())
+    assert told_s <= age_s < told_s + 5
+    stages = stages_of(spans)
+    assert [span.name for span in stages] == ["publish", *["read", "build", "update", "publish"] * 3]
+    assert [span.of for span in stages if span.name == "publish"] == [0, None, 1, None], "every second step publishes"
+    assert all(a.end_us <= b.begin_us for a, b in pairwise(stages))
+    for step in range(3):
+        mine = [span for span in stages if span.of == step and span.name == "update"]
+        seconds = read_record(run, step).seconds["update"]
+        assert [(span.end_us - span.begin_us) / 1e6 for span in mine] == [pytest.approx(seconds, abs=1e-5)]
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

@@ -23,14 +23,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def asked(capsys: pytest.CaptureFixture[str], *, code: int = 0, **options: Any) -> dict[str, Any]:
     """What `headway inspect small --json` answers."""
-    given = {"step": None, "group": None, "best": None, "worst": None, **options}
-    assert show_answers("small", **given, as_json=True) == code
+    assert show_answers("small", **options, as_json=True) == code
     return json.loads(capsys.readouterr().out)
 
 
 def said(capsys: pytest.CaptureFixture[str], **options: Any) -> str:
-    given = {"step": None, "group": None, "best": None, "worst": None, **options}
-    assert show_answers("small", **given, as_json=False) == 0
+    assert show_answers("small", **options, as_json=False) == 0
     return capsys.readouterr().out
 
 
@@ -81,6 +79,14 @@ def test_the_best_and_worst_answers_of_a_run_or_a_step(run: RunDir, capsys: pyte
 REFUSED = {
     "two orders": ({"best": 1, "worst": 2}, "--best and --worst ask for different things"),
     "a group of a step": ({"group": "e0-p0-t0", "step": 1}, "and --step ask for different things"),
+    "a validation of a step": ({"validation": 3, "step": 1}, "--validation and --step ask for different things"),
+    "a page of a group": ({"group": "e0-p0-t0", "html": "g.html"}, "--html writes the page of a step or a validation"),
+    "log-probs without a page": ({"step": 2, "logprobs": True}, "--logprobs computes what the learner says"),
+    "log-probs of a step that cannot be trained again": (
+        {"step": 3, "logprobs": True, "html": "p.html"}, "step 3: no record: nothing to compare with"),
+    "no such validation": ({"validation": 1}, "--validation 1: small was not validated after 1 training steps; it was "
+                                              "after 0, 2, 3"),
+    "a page of no such step": ({"step": 9, "html": "g.html"}, "--step 9: step 9 of small has no claim"),
     "no such step": ({"step": 9}, "--step 9: step 9 of small has no claim; steps 0 to 3 have one"),
     "no such group": ({"group": "e0-p77-t0"}, "--group e0-p77-t0: small has no such group; group ids look like"),
 }
@@ -89,10 +95,32 @@ REFUSED = {
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_shown_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str], options: dict[str, Any],
                                          message: str) -> None:
-    given = {"step": None, "group": None, "best": None, "worst": None, **options}
-    assert show_answers("small", **given, as_json=False) == 2
+    assert show_answers("small", **options, as_json=False) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err
+
+
+def test_a_validation_is_shown_by_prompt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    report = asked(capsys, validation=3)
+    assert (report["v"], report["greedy_accuracy"], len(report["answers"]), report["gaps"]) == (3, 0.5, 1, [])
+    assert said(capsys, validation=3).splitlines() == [
+        "validation of small after 3 steps: version 3, greedy accuracy 0.500 of 8 prompts", "",
+        "'sort 31'  truth '13'", "  +1.000  greedy   stop    '13'"]
+    assert asked(capsys, validation=2)["gaps"] == [f"{run.validation_table(2)}: absent"]
+
+
+@pytest.mark.parametrize("options", [{"step": 2}, {}, {"validation": 3}], ids=["step", "newest step", "validation"])
+def test_answers_are_written_as_a_page_and_nothing_is_overwritten(
+        run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, int]) -> None:
+    out = tmp_path / "pages" / "answers.html"
+    report = asked(capsys, html=str(out), **options)
+    assert report == {"run_key": "small", **(options or {"step": 3}), "html": str(out),
+                      "bytes": out.stat().st_size}
+    page = out.read_text()
+    assert page.startswith("<!doctype html>") and "answers of" in page
+    asked_again = show_answers("small", html=str(out), as_json=False, **options)
+    assert asked_again == 2 and "nothing is overwritten" in capsys.readouterr().err
+    assert out.read_text() == page
 
 
 def test_what_is_gone_is_named_and_the_rest_is_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

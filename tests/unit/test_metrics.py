@@ -32,7 +32,7 @@ from rl_core.metrics import (
 )
 from rl_core.types import WeightVersion, WorkerStatus
 
-GROUPS = {"train", "rollout", "staleness", "reward", "validation", "utilization", "weights", "system",
+GROUPS = {"train", "critic", "rollout", "staleness", "reward", "validation", "utilization", "weights", "system",
           "servers"}
 
 
@@ -154,13 +154,13 @@ def test_pool_metrics_are_those_since_the_reading_before_also_over_a_restart() -
     # r-1 died and came back: its new incarnation counts from 0.
     now = read_pool([status("r-0", "r-0-aa", 6, 1300, 130, 13.0, 1.0), status("r-1", "r-1-cc", 5, 100, 10, 1.0, 1.0)],
                     at_s=104.0, before=before)
-    metrics = pool_metrics(now, in_flight=9, published_idx=6, sampled=0.25)
+    metrics = pool_metrics(now, in_flight=9, published_idx=6, sampled=0.25, filtered=3)
     check(metrics, "owner")
     assert {name: value for name, value in metrics.items() if not name.startswith("servers/")} == pytest.approx({
         "utilization/rollout_busy": 4.0 / 6.0, "utilization/rollout_waiting": 2.0 / 6.0,
         "utilization/rollout_syncing": 0.0, "utilization/rollout_paused": 0.0, "weights/served_lag": 1.0,
         "rollout/tokens_per_s": 100.0, "rollout/wasted": 0.1, "rollout/in_flight": 9.0, "reward/sampled": 0.25,
-        "system/swap_s": 0.0})
+        "rollout/filtered": 3.0, "system/swap_s": 0.0})
 
 
 SERVER = {"tokens": 0.0, "context_tokens": 0.0, "cached_tokens": 0.0, "swaps": 0.0, "paused_s": 0.0,

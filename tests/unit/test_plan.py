@@ -50,7 +50,7 @@ REFUSED = {
     "a torn server on the CPU": (["rollout.engine={type: sglang, device: cpu, tensor_parallel: 2}"],
                                  "rollout.engine.tensor_parallel: a server on the CPU is whole"),
     "fewer outstanding tokens than one answer": (["rollout.engine={type: sglang, max_outstanding_tokens: 71}"],
-                                                 "rollout.engine.max_outstanding_tokens: .* = 72 tokens"),
+                                                 "rollout.engine.max_outstanding_tokens: .* are 72 tokens"),
     "a setting of the other engine": (["rollout.engine={type: sglang, slots: 3}"],
                                       "rollout.engine.slots: belongs to another `rollout.engine.type`"),
     "answer over the context": (["sampling.max_new_tokens=4000"], "sampling.max_new_tokens: .*at most 2028"),

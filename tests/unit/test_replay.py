@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -18,14 +19,17 @@ from flows.replaying import replay_run, steps_of
 from rl_core.config import Config
 from rl_core.env_digest import as_recorded
 from rl_core.errors import ConfigError, ReplayUnavailable
-from rl_core.experience.ledger import put_retired, void_step
+from rl_core.experience.ledger import put_retired, read_claim, void_step
+from rl_core.experience.reader import read_claim_rows
 from rl_core.learner.learner import Learner
 from rl_core.learner.replay import Replayed, close, replay, replayable, same, try_settings
+from rl_core.learner.step_logprobs import step_logprobs
 from rl_core.metrics import METRICS, is_of_step
 from rl_core.plan import parse_overrides, resolve
 from rl_core.records import read_record
 from rl_core.run_dir import RunDir, to_json
 from rl_core.run_identity import open_identity, read_identity
+from rl_core.versions import read_versions
 from tests.learning import all_by, claim_groups, random_groups, sampled_by, start_attempt, write_model
 
 TINY = load_preset("tiny-cpu")
@@ -423,3 +427,23 @@ def test_mistakes_are_refused(given: dict[str, Any], message: str, done: RunDir,
 
 def test_ranges_of_steps() -> None:
     assert steps_of([3, 11], ["10:13", "0:1"]) == [0, 3, 10, 11, 12]
+
+
+# -- what the learner says of a step's tokens
+
+
+def test_log_probs_of_a_step_are_those_that_it_was_trained_with(done: RunDir) -> None:
+    """By the weights before step 0, which sampled its tokens, they are the behavior log-probs; nothing is written."""
+    before, found = tree(done), step_logprobs(done, 0)
+    rows = read_claim_rows(done, read_claim(done, 0), rank=0, ranks=1, versions=read_versions(done))
+    sampled_T = rows.loss_mask == 1
+    assert (np.isnan(found.proximal_T) == ~sampled_T).all() and (np.isnan(found.policy_T) == ~sampled_T).all()
+    gap_T = np.abs(found.proximal_T - rows.behavior_logprobs)[sampled_T]
+    assert float(gap_T.mean()) == pytest.approx(read_record(done, 0).metrics["train/mismatch_current_abs"], rel=1e-3)
+    assert gap_T.max() < 1e-4 < np.abs(found.policy_T - found.proximal_T)[sampled_T].max()
+    after = step_logprobs(done, 1)
+    assert len(after.proximal_T) == read_claim_rows(done, read_claim(done, 1), rank=0, ranks=1,
+                                                    versions=read_versions(done)).offsets[-1]
+    assert tree(done) == before
+    with pytest.raises(ReplayUnavailable, match="no claim and no record"):
+        step_logprobs(done, 99)

@@ -67,6 +67,13 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "reward": (["reward=regex", "scoring.pattern='[0-9]+'"], None),
     "scoring.signature": (["reward=./reward.py:score", "scoring.signature=verl"], None),
     "scoring.pattern": (["reward=regex", "scoring.pattern='answer: (.*)'"], None),
+    "scoring.weight": (["scoring.weight=2"], None),
+    "scoring.parts": (["scoring.parts=[{part: short, reward: './mine.py:short', weight: 0.1}]"], None),
+    "scoring.code.time_s": (["reward=code", "scoring.code.time_s=1"], None),
+    "scoring.code.total_s": (["reward=code", "scoring.code.total_s=5"], None),
+    "scoring.code.memory_bytes": (["reward=code", "scoring.code.memory_bytes=134217728"], None),
+    "scoring.code.output_bytes": (["reward=code", "scoring.code.output_bytes=1000"], None),
+    "scoring.code.partial": (["reward=code", "scoring.code.partial=true"], None),
     "data.epochs": (["data.epochs=3"], None),
     "sampling.temperature": (["sampling.temperature=0.7"], None),
     "sampling.top_p": (["sampling.top_p=0.9"], "must sample the whole distribution"),
@@ -80,14 +87,21 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "staleness.hard_max": (["staleness.hard_max=3"], None),
     "rollout.min_group": (["rollout.min_group=3"], None),
     "rollout.no_spread": (["rollout.no_spread=drop"], None),
+    "rollout.group_filter": (["rollout.group_filter=./mine.py:keep"], None),
     "learner.advantage.name": (["learner.advantage.name=rloo"], None),
+    "learner.advantage.path": (["learner.advantage.name=function",
+                                "learner.advantage.path=./docs/examples/hooks.py:advantage"], None),
+    "learner.loss.path": (["learner.loss={name: function, path: './docs/examples/hooks.py:loss'}"], None),
+    "learner.correction.path": (["learner.correction.weights=function",
+                                 "learner.correction.path=./docs/examples/hooks.py:correction"], None),
+    "learner.metrics": (["learner.metrics=./docs/examples/hooks.py:metrics"], None),
     "learner.advantage.normalize_by_std": (["learner.advantage.normalize_by_std=false"], None),
     "learner.advantage.eps": (["learner.advantage.eps=1e-3"], None),
     "learner.advantage.group_of_one": (["learner.advantage.group_of_one=raw"], None),
     "learner.advantage.parts": (["learner.advantage.name=gdpo", "learner.advantage.parts=[{part: size}]"], None),
     "learner.advantage.gamma": (["learner.advantage.name=reinforce_plus_plus", "learner.advantage.gamma=0.9"], None),
     "learner.advantage.f_norm": (["learner.advantage.name=gpg", "learner.advantage.f_norm=2"], None),
-    "learner.advantage.lam": (["learner.advantage.name=gae", "learner.advantage.lam=0.9"], "needs a critic"),
+    "learner.advantage.lam": (["learner.advantage.name=gae", "learner.advantage.lam=0.9"], None),
     "learner.loss.name": (["learner.loss.name=decoupled_ppo"], None),
     "learner.loss.clip_low": (["learner.loss.clip_low=0.1"], None),
     "learner.loss.clip_high": (["learner.loss.clip_high=0.3"], None),
@@ -124,12 +138,23 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "learner.correction.rejection": (["learner.correction.rejection=[{rule: token_k1, high: 2}]"], None),
     "learner.correction.rejected": (["learner.correction.rejection=[{rule: token_k1, high: 2}]",
                                      "learner.correction.rejected=exclude"], None),
-    "learner.kl.use": (["learner.kl.use=loss"], "needs a reference policy"),
+    "learner.kl.use": (["learner.kl.use=loss"], None),
     "learner.kl.estimator": (["learner.kl.estimator=k2"], None),
     "learner.kl.coef": (["learner.kl.coef=0.1"], None),
     "learner.kl.unbiased": (["learner.kl.unbiased=true"], None),
     "learner.kl.target": (["learner.kl.target=0.1"], None),
     "learner.kl.horizon": (["learner.kl.horizon=100"], None),
+    "learner.reference.refresh_every": (["learner.kl.use=loss", "learner.reference.refresh_every=10"], None),
+    "learner.reference.refresh_mix": (["learner.reference.refresh_mix=0.5"], None),
+    "learner.critic.lr": (["learner.critic.lr=1e-4"], None),
+    "learner.critic.weight_decay": (["learner.critic.weight_decay=0.1"], None),
+    "learner.critic.max_grad_norm": (["learner.critic.max_grad_norm=0.5"], None),
+    "learner.critic.warmup_steps": (["learner.advantage.name=gae", "learner.critic.warmup_steps=5"], None),
+    "learner.critic.clip": (["learner.critic.clip=0.2"], None),
+    "learner.teacher.use": (["learner.teacher.use=loss"], "needs the directory of a teacher"),
+    "learner.teacher.coef": (["learner.teacher.coef=0.5"], None),
+    "learner.teacher.estimator": (["learner.teacher.estimator=k2"], None),
+    "learner.teacher.top_k": (["learner.teacher.top_k=8"], None),
     "learner.resampling": (["learner.resampling=max_min"], None),
     "learner.resampling_power": (["learner.resampling_power=1"], None),
     "learner.correction.cap": (["learner.correction.cap=1.5"], None),
@@ -144,6 +169,18 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "learner.adam_eps": (["learner.adam_eps=1e-6"], None),
     "learner.weight_decay": (["learner.weight_decay=0.1"], None),
     "learner.max_grad_norm": (["learner.max_grad_norm=0.5"], None),
+    "scoring.judge.model": (["scoring.judge.model=m"], None),
+    "scoring.judge.prompt": (["scoring.judge.prompt='rate {answer}'"], None),
+    "scoring.judge.pattern": (["scoring.judge.pattern='[0-9]+'"], None),
+    "scoring.judge.low": (["scoring.judge.low=1"], None),
+    "scoring.judge.high": (["scoring.judge.high=5"], None),
+    "scoring.judge.right": (["scoring.judge.right=0.5"], None),
+    "scoring.judge.temperature": (["scoring.judge.temperature=0.7"], None),
+    "scoring.judge.max_tokens": (["scoring.judge.max_tokens=64"], None),
+    "scoring.model.path": (["reward=reward_model", "scoring.model.path=m"], None),
+    "scoring.model.label": (["scoring.model.label=1"], None),
+    "scoring.model.squash": (["scoring.model.squash=true"], None),
+    "scoring.model.right": (["scoring.model.right=0.5"], None),
 }
 """Field -> the --set values that amend it (others with it where it means nothing alone), and why it is refused."""
 
@@ -464,7 +501,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 ALIKE = ("learner.kl.", "learner.correction.icepop", "learner.correction.mode", "learner.correction.normalize",
-         "learner.correction.rejected", "learner.loss.overlong", "learner.loss.delta", "learner.resampling_power")
+         "learner.correction.rejected", "learner.loss.overlong", "learner.loss.delta", "learner.resampling_power",
+         "learner.reference.", "learner.critic.", "learner.teacher.")
 """Those that act as their neighbours do, or on nothing yet."""
 LEARNED = {
     **{name: sets for name, (sets, reason) in AMENDED.items() if name.startswith("learner.") and reason is None
@@ -475,9 +513,11 @@ LEARNED = {
     "learner.minibatch_groups": ["learner.minibatch_groups=1"], "learner.warmup_steps": ["learner.warmup_steps=9"],
     "learner.loss.clip_low": ["learner.loss.clip_low=0.0001"],
     "learner.loss.clip_high": ["learner.loss.clip_high=5"],
+    "learner.kl.use": ["learner.kl={use: loss, coef: 0.5}"],
+    "learner.critic.lr": ["learner.advantage.name=gae", "learner.critic.lr=1e-3"],
 }
 NO_DIFFERENCE_HERE = {"learner.advantage.group_of_one", "learner.loss.dual_clip", "learner.loss.truncated",
-                      "learner.correction.cap", "staleness.policy"}
+                      "learner.correction.cap", "staleness.policy", "learner.metrics"}
 """Settings that the claims of this test give nothing to act on."""
 
 

@@ -120,7 +120,7 @@ INCOMPLETE: dict[str, tuple[dict[str, Any], str]] = {
                             "add --set scoring.pattern=null"),
     "a signature of no use": ({"reward": "gsm8k", "scoring": {"signature": "verl"}},
                               r"scoring.signature: belongs to a function of yours, and reward is gsm8k \(got 'verl'\)"),
-    "no such name": ({"reward": "gsm9k"}, r"reward: write one of exact, regex, gsm8k, math_verify, reasoning_gym:"),
+    "no such name": ({"reward": "gsm9k"}, r"reward: write one of exact, regex, gsm8k, math_verify, code, .*_gym:"),
 }
 
 

@@ -28,6 +28,7 @@ from rl_core.errors import ConfigError, DeadlinePassed, DeadPart, RewardError, W
 from rl_core.measuring import Measuring
 from rl_core.metrics import names, validation_metrics
 from rl_core.model_setup import set_up_model
+from rl_core.pages.answers import validation_page
 from rl_core.rollout.prompts import Tokenizer, load_tokenizer, validation_prompts
 from rl_core.rollout.rewards.exact import exact
 from rl_core.rollout.rewards.scoring import InlineScorer, Scorer
@@ -35,7 +36,14 @@ from rl_core.rollout.torch_engine import TorchEngine
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 from rl_core.run_identity import open_identity
 from rl_core.types import Completion, GenerateRequest, Prompt, Score, WeightVersion
-from rl_core.validation import Validator, open_validator, read_table, read_validation, validated_steps
+from rl_core.validation import (
+    Validator,
+    open_validator,
+    read_table,
+    read_table_details,
+    read_validation,
+    validated_steps,
+)
 from rl_core.versions import pin, pinned_versions, read_version, unpin
 from rl_core.weights import publish, read_tensors
 
@@ -359,6 +367,13 @@ def test_each_source_has_estimates_that_the_table_adds_up_to(run: RunDir, two_so
     assert {row["extracted"] == row["text"].strip() for row in table} == {True}
     assert max(row["length"] for row in table) <= 6
     assert len({row["text"] for row in table[1:7]}) > 1, "samples of one prompt differ"
+    details = read_table_details(run, 0)
+    assert [len(detail["ids"]) for detail in details] == [len(d["logprobs"]) for d in details] == [
+        row["length"] for row in table]
+    assert [detail["prompt"] for detail in details] == [place for place in range(16) for _ in range(7)]
+    assert max(value for detail in details for value in detail["logprobs"]) <= 0
+    page = validation_page(run, 0)
+    assert 'id="gaps"' not in page and '"logprob"' not in page.split('"absent":')[1].split("}")[0]
 
 
 class AskedEngine(TorchEngine):

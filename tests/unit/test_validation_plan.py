@@ -28,6 +28,9 @@ REFUSED = {
                                       r"validation.temperature: .*set it to true \(got 0.7\)"),
     "only without prompts": (["validation.only=true", "data.validation=null"],
                              "validation.only: there is nothing to validate on"),
+    "a server where there is none": (["validation.engine=replica"],
+                                     r"validation.engine: takes one of rollout's servers, and engine torch has none; "
+                                     r"use embedded \(got 'replica'\)"),
     "no answer": (["validation.n=0"], "validation.n: .*greater than or equal to 1"),
     "k of 0": (["validation.k=[0]"], "validation.k.0: .*greater than or equal to 1"),
     "greedy samples": (["validation.temperature=0"], "validation.temperature: .*greater than 0"),
@@ -41,6 +44,29 @@ REFUSED = {
 def test_what_cannot_work_is_refused_with_field_and_value(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(settings(overrides), FACTS)
+
+
+def test_a_server_validates_only_where_rollout_has_another_one() -> None:
+    def of_servers(*overrides: str) -> Config:
+        return resolve(load_preset("tiny-sglang-cpu"), parse_overrides(["validation.engine=replica", *overrides]))
+
+    with pytest.raises(ConfigError, match=r"validation.engine: takes one server of a rollout worker, which has no"):
+        make_plan(of_servers(), FACTS)
+    with pytest.raises(ConfigError, match=r"validation.engine: .*this start has no rollout; use embedded"):
+        make_plan(of_servers("rollout.engine.replicas=2", "validation.only=true"), FACTS)
+    assert make_plan(of_servers("rollout.engine.replicas=2"), FACTS)
+    assert make_plan(of_servers("rollout.engine.urls=[http://a:1, http://b:1]", "rollout.engine.script=null",
+                                "rollout.engine.server_args=[]"), FACTS)
+    assert make_plan(of_servers("data.validation=null"), FACTS)
+
+
+def test_a_server_that_validates_has_no_gpu_of_its_own_and_holds_the_longest_answer() -> None:
+    overrides = ["model.path=m", "data.train=t", "reward=exact", "data.validation=v", "validation.max_new_tokens=3000"]
+    own, lent = (resolve(load_preset("sglang-8gpu"), parse_overrides([*overrides, f"validation.engine={engine}"]))
+                 for engine in ("embedded", "replica"))
+    assert (make_plan(own).gpus, make_plan(lent).gpus) == (
+        {"learner": 4, "rollout": 4, "validation": 1}, {"learner": 4, "rollout": 4})
+    assert (own.served_tokens, lent.served_tokens) == (1024 + 2048, 1024 + 3000)
 
 
 def test_more_answers_than_memory_holds_are_refused_by_the_field_that_asks_for_them() -> None:

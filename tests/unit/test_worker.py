@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from rl_core.experience.shards import verify_shard
 from rl_core.experience.verify import map_shard
 from rl_core.model_setup import set_up_model
 from rl_core.rollout.assembly import sampling_seed
+from rl_core.rollout.group_filter import GroupFilter
 from rl_core.rollout.prompts import PromptSource, Tokenizer, load_tokenizer
 from rl_core.rollout.rewards.exact import exact
 from rl_core.rollout.rewards.scoring import InlineScorer, Scorer
 from rl_core.rollout.worker import RolloutWorker, open_worker
 from rl_core.run_dir import RunDir
+from rl_core.spans import SPANS, as_spans
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
 from rl_core.types import (
     Completion,
@@ -153,13 +157,13 @@ class Stage:
     """A worker over a scripted engine in a run directory of its own."""
 
     def __init__(self, run: RunDir, tokenizer: Tokenizer, script: Script, *, scorer: Scorer | None = None,
-                 **settings: Any) -> None:
+                 group_filter: GroupFilter | None = None, **settings: Any) -> None:
         self.run = run
         self.config = Config.model_validate({"storage": {"fsync": False}, **settings})
         self.engine = ScriptedEngine(script)
         self.worker = RolloutWorker(run, self.config, name="rollout-0", attempt=3, engine=self.engine,
                                     tokenizer=tokenizer, scorer=scorer or InlineScorer(exact),
-                                    digests={"model": "abc"})
+                                    digests={"model": "abc"}, group_filter=group_filter)
 
     def until(self, *, landed: int = 0, outcomes: int = 0, deadline_s: float = 5.0) -> WorkerEvents:
         """All events until so many groups landed and so many ended; asserts that no more came."""
@@ -245,6 +249,39 @@ def test_a_lease_lands_as_one_whole_row(stage: Callable[..., Stage]) -> None:
     assert before - 1000 <= dispatched <= finished + 1
     info = verify_shard(s.run.shard(events.landed[0].stream, 0))
     assert info.digests == {"model": "abc"}
+
+
+FILTER = """
+import time
+
+def mixed(group):
+    if group["group_id"] == "e0-p2-t0":
+        raise ValueError("not this one")
+    if group["group_id"] == "e0-p3-t0":
+        time.sleep(60)
+    return True if group["rewards"] == [1.0, 0.0] else "all_alike"
+"""
+
+
+def test_a_group_that_the_filter_leaves_out_ends_with_its_reason_and_does_not_land(
+        stage: Callable[..., Stage], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILTER)
+
+    def script(request: GenerateRequest, v: int) -> Completion:
+        wrong = request.request_id.startswith("e0-p0") and response_and_try(request)[0] == 1
+        return completion(request, "321" if wrong else "123", v=v)
+
+    s = stage(script, group_filter=GroupFilter("./mine.py:mixed", cwd=tmp_path, deadline_s=1.0))
+    s.worker.lease([lease(i, n=2) for i in range(4)])
+    events = s.until(landed=1, outcomes=3, deadline_s=20.0)
+    ended = {outcome.group_id: outcome for outcome in events.outcomes}
+    assert s.rows().keys() == {"e0-p0-t0"} and events.status.in_flight == ()
+    assert [(ended[f"e0-p{i}-t0"].kind, ended[f"e0-p{i}-t0"].reason) for i in (1, 2, 3)] == [
+        ("filtered", "all_alike"), ("failed", "filter_error"), ("failed", "filter_timeout")]
+    assert "not this one (mine.py:6)" in ended["e0-p2-t0"].error and "no answer within 1 s" in ended["e0-p3-t0"].error
+    assert events.status.tokens_wasted == 3 * 8 and read_outcome(s.run, "e0-p1-t0").tokens_wasted == 8
+    s.worker.lease([lease(5, n=2)])  # a filter that hung is asked again, in a process of its own
+    assert s.until(outcomes=1, deadline_s=20.0).outcomes[0].reason == "all_alike"
 
 
 def test_every_request_has_a_seed_and_a_name_of_its_own(stage: Callable[..., Stage]) -> None:
@@ -547,6 +584,30 @@ def test_the_interval_ledger_sums_to_the_age_and_names_what_was_done(stage: Call
     spent = {name: seconds - zero[name] for name, seconds in s.worker.status().seconds.items()}
     assert abs(sum(spent.values()) - (time.monotonic() - born)) < 0.02
     assert 0.28 < spent["busy"] < 0.5 and spent["waiting"] > 0.18 and spent["paused"] == 0.0
+
+
+def test_shards_say_where_the_time_of_their_worker_went(stage: Callable[..., Stage]) -> None:
+    s = stage(right, idx=5)
+    for position in (0, 1):
+        s.worker.lease([lease(position)])
+        s.until(landed=1)
+        s.worker.swap(version(6 + position))
+    s.worker.lease([lease(2)])
+    s.until(landed=1)
+    stream = s.worker.status().stream
+    told = [json.loads(map_shard(s.run.shard(stream, seq))[1][SPANS]) for seq in range(3)]
+    spans = [span for shard in told for span in as_spans(shard)]
+    states = [span for span in spans if span.name != "landing"]
+    assert all(a.end_us == b.begin_us for a, b in pairwise(states)), "no hole, and none twice"
+    assert [(span.name, span.of) for span in states if span.name == "syncing"] == [
+        ("syncing", 5), ("syncing", 6), ("syncing", 7)]
+    assert [span.of for span in spans if span.name == "landing"] == [0, 1], "the last one is in no shard yet"
+    told_s = sum(span.end_us - span.begin_us for span in states) / 1e6
+    assert told_s <= sum(s.worker.status().seconds.values()) < told_s + 0.5
+    for name, row in s.rows().items():
+        answered = json.loads(row["meta_json"])["answered_at_us"]
+        dispatched, finished = (int(row[at].timestamp() * 1e6) for at in ("dispatched_at", "finished_at"))
+        assert dispatched - 1 <= answered <= finished + 1, name
 
 
 # -- over the real engine

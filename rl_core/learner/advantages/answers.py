@@ -10,7 +10,7 @@ Group statistics use every trajectory with a valid reward, also those whose toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -33,12 +33,32 @@ class Answers:
     """Those of them in the loss, after masks."""
     parts: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     """Reward parts by name; NaN where an answer has no such part."""
+    token_reward_K: Floats | None = None
+    """Reward of every loss token, which sum to `reward_N`; None where all of it stands behind the last one."""
 
     def only(self, chosen_N: NDArray[np.bool_]) -> Answers:
         """These answers alone."""
+        tokens_K = self.token_reward_K
         return Answers(reward_N=self.reward_N[chosen_N], group_N=self.group_N[chosen_N],
                        length_N=self.length_N[chosen_N], tokens_N=self.tokens_N[chosen_N],
-                       parts={name: values[chosen_N] for name, values in self.parts.items()})
+                       parts={name: values[chosen_N] for name, values in self.parts.items()},
+                       token_reward_K=None if tokens_K is None else tokens_K[np.repeat(chosen_N, self.tokens_N)])
+
+    def rewards_of_tokens(self) -> Floats:
+        """`token_reward_K`, or 0 at all tokens but the last one of each answer."""
+        if self.token_reward_K is not None:
+            return self.token_reward_K
+        rewards_K = np.zeros(int(self.tokens_N.sum()))
+        there_N = self.tokens_N > 0
+        rewards_K[(np.cumsum(self.tokens_N) - 1)[there_N]] = self.reward_N[there_N]
+        return rewards_K
+
+    def with_token_rewards(self, more_K: Floats) -> Answers:
+        """The answers with `more_K` added to the rewards of their loss tokens: the answer's reward is their sum, S_i.
+        An answer without a loss token keeps its reward."""
+        row_K = np.repeat(np.arange(len(self.tokens_N)), self.tokens_N)
+        added_N = np.bincount(row_K, weights=more_K, minlength=len(self.tokens_N))
+        return replace(self, reward_N=self.reward_N + added_N, token_reward_K=self.rewards_of_tokens() + more_K)
 
 
 def group_sums(values_N: Floats, group_N: Ints, groups: int) -> Floats:

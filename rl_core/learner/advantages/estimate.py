@@ -23,9 +23,14 @@ def needs_policy(config: AdvantageConfig) -> bool:
     return hasattr(estimator_module(config.name), "estimate_from_policy")
 
 
+def needs_values(config: AdvantageConfig) -> bool:
+    """Whether the estimator reads a critic's values of every token."""
+    return hasattr(estimator_module(config.name), "estimate_from_values")
+
+
 def is_per_token(config: AdvantageConfig) -> bool:
     """Whether the tokens of an answer may have different advantages."""
-    return needs_policy(config) or hasattr(estimator_module(config.name), "estimate_tokens")
+    return needs_policy(config) or needs_values(config) or hasattr(estimator_module(config.name), "estimate_tokens")
 
 
 def answers_of(reward_N: NDArray[np.floating], group_N: NDArray[np.integer], *,

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rl_core.advantage_settings import TokenBaselineAdvantage
 from rl_core.learner.advantages.answers import Answers, Floats, Ints
+from rl_core.learner.advantages.reinforce_plus_plus import token_rewards_to_go
 
 TINY = 1e-8
 
@@ -37,8 +38,8 @@ def optimal_token_baseline(answers: Answers, policy: PolicyFacts, position_K: In
     """A_t = G_t - B_t, B_t = sum_i G_{i,t} W_{i,t} / (sum_i W_{i,t} + 1e-8) over the group's answers at position t.
 
     W_t = sum_{j <= t} (1 - 2 p_j + sum_v p_v^2) w_j^2 over the loss tokens of the answer: the squared norm of its score
-    so far, which an answer that has ended keeps. G_t is the answer's reward before its end, 0 behind it. Where one
-    answer is strictly longest, positions past the second-longest have baseline 0, as has a group of one.
+    so far, which an answer that has ended keeps. G_t is what is left of the answer's reward, 0 behind its end. Where
+    one answer is strictly longest, positions past the second-longest have baseline 0, as has a group of one.
 
     `position_K`: where each loss token counts as standing, below the `length_N` of its answer. Returns `[K]`.
     Li et al., "The optimal token baseline" (2025).
@@ -57,9 +58,15 @@ def optimal_token_baseline(answers: Answers, policy: PolicyFacts, position_K: In
             norm = norm.cumsum(axis=1)
             open_to = np.arange(int(lengths.max()))[None, :] < lengths[:, None]
             to_go: Floats = np.where(open_to, rewards[:, None], 0.0)
+            if answers.token_reward_K is not None:
+                own = np.zeros_like(norm)
+                own[at] = answers.token_reward_K[mine_K]
+                to_go = own[:, ::-1].cumsum(axis=1)[:, ::-1]
             baseline = (to_go * norm).sum(axis=0) / (norm.sum(axis=0) + TINY)
             baseline[np.sort(lengths)[-2]:] = 0.0
             baseline_K[mine_K] = baseline[at[1]]
+    if answers.token_reward_K is not None:
+        return (token_rewards_to_go(answers.token_reward_K, answers.tokens_N, 1.0) - baseline_K).astype(np.float32)
     return (answers.reward_N[row_K] - baseline_K).astype(np.float32)
 
 

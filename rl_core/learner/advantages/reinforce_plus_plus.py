@@ -17,6 +17,18 @@ def rewards_to_go(reward_N: Floats, tokens_N: Ints, gamma: float) -> Floats:
     return np.repeat(reward_N, tokens_N) * gamma ** behind_K.astype(np.float64)
 
 
+def token_rewards_to_go(reward_K: Floats, tokens_N: Ints, gamma: float) -> Floats:
+    """The same where every loss token has a reward of its own, `[K]`."""
+    to_go_K, at = np.zeros(len(reward_K)), len(reward_K) - 1
+    for tokens in reversed(tokens_N.tolist()):
+        total = 0.0
+        for _ in range(tokens):
+            total = reward_K[at] + gamma * total
+            to_go_K[at] = total
+            at -= 1
+    return to_go_K
+
+
 def reinforce_plus_plus(reward_N: Floats, tokens_N: Ints, *, gamma: float = 1.0) -> NDArray[np.float32]:
     """The rewards to go, whitened over all of them. REINFORCE++ (arXiv 2501.03262). Returns `[K]`."""
     returns_K = rewards_to_go(reward_N, tokens_N, gamma)
@@ -25,4 +37,7 @@ def reinforce_plus_plus(reward_N: Floats, tokens_N: Ints, *, gamma: float = 1.0)
 
 def estimate_tokens(answers: Answers, settings: ReturnAdvantage) -> NDArray[np.float32]:
     """`reinforce_plus_plus` by its settings."""
-    return reinforce_plus_plus(answers.reward_N, answers.tokens_N, gamma=settings.gamma)
+    if answers.token_reward_K is None:
+        return reinforce_plus_plus(answers.reward_N, answers.tokens_N, gamma=settings.gamma)
+    to_go_K = token_rewards_to_go(answers.token_reward_K, answers.tokens_N, settings.gamma)
+    return whiten(to_go_K, np.ones(len(to_go_K), np.int64)).astype(np.float32)

@@ -1,6 +1,6 @@
-"""The process that runs a reward function: one JSON request a line on stdin, one JSON reply a line on stdout.
+"""The process that runs a user's function: one JSON request a line on stdin, one JSON reply a line on stdout.
 
-Started by `function.py` as `python -m rl_core.rollout.rewards.child <Task as JSON>`. It runs the function in its main
+Started by `process.py` as `python -m rl_core.rollout.rewards.child <Task as JSON>`. It runs the function in its main
 thread (scorers that set an alarm work), sends what the function prints to stderr, leaves it an empty stdin, and ends
 itself when its parent is gone, also in the middle of a call.
 """
@@ -19,48 +19,63 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, TextIO, TypedDict, cast
+from typing import Any, Literal, NotRequired, TextIO, TypedDict, cast
 
+from rl_core.rollout.order_calls import OrderCalls
+from rl_core.rollout.rewards.code import CodeLimits
 from rl_core.rollout.rewards.results import left_out
+from rl_core.rollout.rewards.reward_model import ModelTask
 from rl_core.rollout.rewards.roles import Request
 from rl_core.rollout.rewards.signatures import Bound, bind, is_chat
+from rl_core.rollout.verdicts import Verdicts
 
 
 class Task(TypedDict):
     """What this process is to run."""
 
+    kind: Literal["reward", "group_filter", "sampler"]
     target: str
-    """`./file.py:function` (in cwd), `package.module:function`, `regex`, `math_verify` or `reasoning_gym:<name>`."""
+    """`./file.py:function` (in cwd), `package.module:function`, or a reward of Headway's by its name."""
     cwd: str
     signature: str
     """As in `scoring.signature`."""
     answer_key: str
     pattern: str | None
+    code: CodeLimits | None
+    """Of the reward `code`."""
+    model: NotRequired[ModelTask]
+    """Of the reward `reward_model`."""
     watch: bool
     """Reply with notes on what a call printed, which threads it left, and which entries of its dict are left out."""
 
 
 def own_reward(task: Task) -> Callable[..., Any] | None:
     """A reward of Headway's that runs in this process; None for a user's function."""
-    from rl_core.rollout.rewards import math_verify, reasoning_gym, regex
+    from rl_core.rollout.rewards import code, math_verify, reasoning_gym, regex, reward_model
 
     if task["target"] == "regex":
         return regex.scorer_of(task["pattern"] or "")
     if task["target"] == "math_verify":
         return math_verify.scorer()
+    if task["target"] == "code":
+        assert task["code"] is not None
+        return code.scorer_of(task["code"])
+    if task["target"] == "reward_model":
+        assert "model" in task
+        return reward_model.scorer_of(task["model"])
     package, _, name = task["target"].partition(":")
     return reasoning_gym.scorer_of(name) if package == "reasoning_gym" else None
 
 
-def load(target: str, cwd: str) -> Callable[..., Any]:
-    """The function named by `./file.py:function` (in cwd) or `package.module:function`.
+def load(target: str, cwd: str, what: str = "reward", module_name: str = "headway_reward") -> Callable[..., Any]:
+    """The function named by `./file.py:function` (in cwd) or `package.module:function`; `what` it is, for errors.
 
     Raises ValueError if the file or module has no such function, ImportError and whatever the import itself raises.
     """
     place, name = target.rsplit(":", 1)
     if place.endswith(".py"):
         path = os.path.join(cwd, place)
-        spec = importlib.util.spec_from_file_location("headway_reward", path)
+        spec = importlib.util.spec_from_file_location(module_name, path)
         if spec is None or spec.loader is None:
             raise ValueError(f"{path} is not a Python file")
         module = importlib.util.module_from_spec(spec)
@@ -72,15 +87,19 @@ def load(target: str, cwd: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{place} has no function {name!r}")
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{target} is async; a reward is an ordinary function")
+        raise ValueError(f"{target} is async; a {what} is an ordinary function")
     return cast(Callable[..., Any], function)
 
 
-def _bound(task: Task) -> Bound:
-    own = own_reward(task)
+def _bound(task: Task) -> Bound | Verdicts | OrderCalls:
+    own = own_reward(task) if task["kind"] == "reward" else None
     if own is not None:
         return bind(own, "answer")
     sys.path.insert(0, task["cwd"])
+    if task["kind"] == "group_filter":
+        return Verdicts(load(task["target"], task["cwd"], "group filter"))
+    if task["kind"] == "sampler":
+        return OrderCalls(load(task["target"], task["cwd"], "sampler"))
     return bind(load(task["target"], task["cwd"]), task["signature"], task["answer_key"])
 
 
@@ -114,7 +133,7 @@ def _raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({places[-1]})" if places else "")
 
 
-def _hint(bound: Bound, request: Request, error: BaseException) -> str:
+def _hint(bound: Bound | Verdicts | OrderCalls, request: Request, error: BaseException) -> str:
     """People move a TRL reward for chats to rows whose prompts are texts."""
     if bound.signature == "trl" and isinstance(error, TypeError | IndexError) and not is_chat(request["prompt"]):
         return "; the row's prompt is a text, so completions are texts, as in TRL; write prompts as chats for messages"
@@ -154,7 +173,7 @@ def _serve(task: Task, given: TextIO, replies: TextIO) -> None:
         notes = watch.notes() if watch else {}
         try:
             result = {"score": bound.score(value)}
-            notes |= {"left_out": left_out(bound.reward_of(value))} if watch else {}
+            notes |= {"left_out": left_out(bound.reward_of(value))} if watch and isinstance(bound, Bound) else {}
         except ValueError as error:
             result = {"error": str(error)}
         reply({**result, "notes": notes})

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RewardError
+from rl_core.reward_settings import single_rewards
+from rl_core.rollout.rewards.code import CodeLimits
 from rl_core.rollout.rewards.exact import exact
 from rl_core.rollout.rewards.function import FunctionScorer, allowed_imports, is_own
 from rl_core.rollout.rewards.gsm8k import gsm8k
+from rl_core.rollout.rewards.judge import JudgeScorer
 from rl_core.rollout.rewards.leftovers import Notes, leftovers
 from rl_core.rollout.rewards.pool import ScorerPool
+from rl_core.rollout.rewards.reward_model import ModelTask, check_classifier
+from rl_core.rollout.rewards.weighted import WeightedScorer
 from rl_core.types import Completion, Prompt, Score
 
 
@@ -59,8 +64,18 @@ def make_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequence[st
 
     Raises ConfigError for a function that may not be run or a package that is not installed.
     """
+    if not config.scoring.parts and config.scoring.weight == 1:
+        return _one_scorer(config, cwd, allowed)
+    main, *more = (_one_scorer(each, cwd, allowed) for each in single_rewards(config))
+    return WeightedScorer(main, config.scoring.weight, [
+        (part.part, part.weight, scorer) for part, scorer in zip(config.scoring.parts, more, strict=True)])
+
+
+def _one_scorer(config: Config, cwd: Path | None, allowed: Sequence[str] | None) -> Scorer:
     if config.reward in IN_PLACE:
         return InlineScorer(IN_PLACE[config.reward])
+    if config.reward == "judge":  # waits for an answer over the network: as many at once as threads call it
+        return JudgeScorer(config.scoring.judge, deadline_s=config.deadlines.reward_s)
 
     def make() -> FunctionScorer:
         return function_scorer(config, cwd=cwd, allowed=allowed)
@@ -70,11 +85,14 @@ def make_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequence[st
 
 def function_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequence[str] | None = None,
                     quiet: bool = False, watch: bool = False) -> FunctionScorer:
-    """The run's reward in one child process, whose start and notes can be asked for. Raises ConfigError."""
+    """The reward that `reward` names, in one child process, whose start and notes can be asked for. Raises ConfigError.
+    """
+    code = cast(CodeLimits, config.scoring.code.model_dump()) if config.reward == "code" else None
+    model = cast(ModelTask, config.scoring.model.model_dump()) if config.reward == "reward_model" else None
     return FunctionScorer(config.reward, cwd=cwd or Path.cwd(), deadline_s=config.deadlines.reward_s,
                           allowed=allowed_imports() if allowed is None else allowed, quiet=quiet,
                           signature=config.scoring.signature, answer_key=config.data.answer_key,
-                          pattern=config.scoring.pattern, watch=watch)
+                          pattern=config.scoring.pattern, code=code, model=model, watch=watch)
 
 
 def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None = None) -> tuple[str, ...]:
@@ -84,10 +102,19 @@ def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None =
     ConfigError if it cannot work: no function, columns that some row lacks, an answer by no deadline, no finite number.
     Without `rows` it is loaded only.
     """
+    return tuple(note for each in single_rewards(config) for note in _check_one(each, cwd, rows))
+
+
+def _check_one(config: Config, cwd: Path | None, rows: Rows | None) -> tuple[str, ...]:
     if config.reward in IN_PLACE:
         if rows is not None:
-            _try_on(make_scorer(config), config.reward, (), rows)
+            _try_on(InlineScorer(IN_PLACE[config.reward]), config.reward, (), rows)
         return ()
+    if config.reward == "judge":
+        _try_judge(config, rows)
+        return ()
+    if config.reward == "reward_model":
+        check_classifier(config.scoring.model.path or "", config.scoring.model.label)
     scorer = function_scorer(config, cwd=cwd, quiet=True, watch=True)
     try:
         columns = scorer.start()
@@ -104,6 +131,16 @@ def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None =
     return tuple(f"reward: {config.reward} {each}" for each in told)
 
 
+def _try_judge(config: Config, rows: Rows | None) -> None:
+    """One question, unless there is no row to ask about."""
+    judge = JudgeScorer(config.scoring.judge, deadline_s=config.deadlines.reward_s)
+    try:
+        if rows is not None:
+            _try_on(judge, config.reward, (), rows)
+    finally:
+        judge.close()
+
+
 def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> None:
     if missing := missing_columns(reward, columns, rows.without):
         raise ConfigError(missing[0])
@@ -111,7 +148,8 @@ def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> 
     try:
         scorer(prompt, prompt.answer)
     except RewardError as error:
-        remedy = "give the row another ground truth" if is_own(reward) or reward in IN_PLACE else \
+        remedy = "see that the judge answers at scoring.judge.url, and what it answers (docs/rewards.md 9)" \
+            if reward == "judge" else "give the row another ground truth" if is_own(reward) or reward in IN_PLACE else \
             "mend the function, it must give every answer a number"
         raise ConfigError(f"{error}\nreward: that was a trial on {where}, with the row's own answer "
                           f"{prompt.answer[:80]!r}; {remedy}") from error

@@ -117,12 +117,12 @@ def _model(url: str, info: Mapping[str, Any], model: Mapping[str, Any], config: 
     served, here = served_vocabulary(url), read_vocab_size(model_dir)
     if served is not None and served != here:
         _refuse(url, f"serves another model: a vocabulary of {served}, and that of the run has {here}")
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.served_tokens
     needed = longest + MARGIN
     room, pool = info.get("context_length") or ours.get("max_position_embeddings"), info.get("max_total_num_tokens")
     if isinstance(room, int) and room < needed:
-        _refuse(url, f"takes {room} tokens, and data.max_prompt_tokens + sampling.max_new_tokens are {longest}; start "
-                     f"it with --context-length {needed}: it keeps {MARGIN} to itself, or lower them")
+        _refuse(url, f"takes {room} tokens, and data.max_prompt_tokens and the longest answer together are {longest}; "
+                     f"start it with --context-length {needed}: it keeps {MARGIN} to itself, or lower them")
     if isinstance(pool, int) and pool < needed:
         _refuse(url, f"has a key/value cache of {pool} tokens, and one prompt with its answer takes {needed}; raise "
                      "--max-total-tokens or --mem-fraction-static (rollout.engine.server_args)")

@@ -66,6 +66,10 @@ class SglangClient:
         """
         await self._post(wire.ABORT, {"rid": rid}, CALL_S)
 
+    async def abort_all(self) -> None:
+        """End all requests, whoever has sent them."""
+        await self._post(wire.ABORT, {"rid": "", "abort_all": True}, CALL_S)
+
     # -- control
 
     async def model_info(self, deadline_s: float = LOOK_S) -> wire.ModelInfo:

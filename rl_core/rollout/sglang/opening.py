@@ -24,7 +24,7 @@ def open_servers(model_dir: Path, config: Config, logs: Sequence[Path], sender: 
     Raises EngineStartFailed, ConfigError for a server that is not what the run needs, EngineMismatch.
     """
     settings = cast(SglangEngineConfig, config.rollout.engine)
-    context = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    context = config.served_tokens
     width = settings.tensor_parallel
     gpus = [range(i * width, (i + 1) * width) if settings.device == "cuda" else None for i in range(len(logs))]
     processes = [SglangServer(model_dir, config=settings, log=log, context=context, gpus=which)

@@ -33,7 +33,12 @@ class Queue:
         self.dispatch()
 
     def remove(self, replica: Replica) -> None:
+        """It takes nothing more; what runs there is not ended."""
         self._router.remove(replica.place)
+
+    def outstanding(self, replica: Replica) -> int:
+        """Tokens that are booked on it."""
+        return self._router.outstanding(replica.place)[0]
 
     async def placed(self, work: Answering) -> Replica | None:
         """The server that takes it, booked; None once it is cancelled."""

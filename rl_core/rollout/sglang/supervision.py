@@ -86,7 +86,7 @@ class Replica:
     """None: somebody else runs it."""
     url: str = ""
     place: str = ""
-    """Its name in the router, another one for every incarnation."""
+    """Its name in the router, another one for every incarnation, and behind every loan."""
     client: SglangClient | None = None
     channel: Channel | None = None
     """Transport `collective`: how weights reach it; of one incarnation."""
@@ -95,6 +95,7 @@ class Replica:
     version: WeightVersion | None = None
     """What it serves; None: the weights that it started with."""
     up: bool = False
+    """It takes requests of this engine: it is there, and not lent."""
     swapping: bool = False
     failures: int = 0
     """Requests in a row."""
@@ -102,6 +103,10 @@ class Replica:
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
     counts: Counts = field(default_factory=Counts)
     serial: itertools.count[int] = field(default_factory=itertools.count)
+
+    def take_place(self) -> None:
+        """A name in the router that no server has had before."""
+        self.place = f"{self.name}#{next(self.serial)}"
 
     def condemn(self, error: ReplicaFailed) -> None:
         """It is not to be asked any more; the watch ends it."""
@@ -206,7 +211,7 @@ class Supervisor:
         if replica.process is not None:
             replica.url = await asyncio.to_thread(replica.process.start)
         replica.client = SglangClient(replica.url, self._session, silence_s=self._silence_s)
-        replica.place = f"{replica.name}#{next(replica.serial)}"
+        replica.take_place()
         replica.held, replica.version, replica.condemned, replica.failures = Held(), None, None, 0
         replica.suspected.clear()
         replica.hang_up()

@@ -23,7 +23,7 @@ from rl_core.errors import WeightsDamaged
 from rl_core.rollout.sglang.client import PauseMode, SglangClient
 from rl_core.rollout.sglang.collective import Channel
 from rl_core.rollout.sglang.fingerprints import differing, overall
-from rl_core.rollout.sglang.wire import ReplicaFailed, ServerRefused
+from rl_core.rollout.sglang.wire import NO_VERSION, ReplicaFailed, ServerRefused
 from rl_core.types import WeightVersion
 
 
@@ -40,6 +40,23 @@ class Published:
     """With model.safetensors in it; with transport `disk`, every server can read it by this path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Verified against the version's digest; empty where no server's checksum can be computed."""
+
+
+class Offered:
+    """Versions that the servers were offered, by number."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, WeightVersion] = {}
+
+    def add(self, version: WeightVersion) -> None:
+        self._known[version.v] = version
+
+    def index_of(self, version: int) -> int | None:
+        """Publication index, which orders versions; None for one that was never offered."""
+        if version == NO_VERSION:
+            return NO_VERSION
+        known = self._known.get(version)
+        return None if known is None else known.idx
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class ServerRefused(Exception):
 
 
 def refused_sampling(sampling: Sampling) -> str | None:
-    """Why the server's log-probs would not be those of the sampled distribution, or None.
+    """Why the server's log-probs would not be those of the sampled distribution, or None. For training alone.
 
     The server divides by the temperature before its softmax, and renormalizes nothing: what is cut off afterwards, or
     picked greedily, is reported with the log-prob of the whole distribution.
@@ -87,9 +87,9 @@ def generate_body(rid: str, token_ids: Sequence[int], sampling: Sampling, *, max
     settings: dict[str, Any] = {
         "temperature": sampling.temperature, "max_new_tokens": max_new, "stream_interval": stream_interval,
         "skip_special_tokens": False, "no_stop_trim": True, "sampling_seed": seed & (2**63 - 1),
-        # Said although they are off: what is left out, a server may take from the model's generation_config.json.
-        "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0,
-        "presence_penalty": 0.0}
+        # Said although they may be off: what is left out, a server may take from the model's generation_config.json.
+        "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": sampling.min_p,
+        "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     if ends:
         settings["stop_token_ids"] = ends
     else:

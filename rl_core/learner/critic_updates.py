@@ -1,0 +1,96 @@
+"""The critic's updates of one step: value loss, backward, its own optimizer. `_S` loss tokens of one micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rl_core.errors import NonFiniteTraining
+from rl_core.learner.aggregation import aggregate
+from rl_core.learner.asking import Asked
+from rl_core.learner.credit import Returns
+from rl_core.learner.critic import Critic
+from rl_core.learner.micro import Micro, Minibatch
+from rl_core.learner.optimizer import set_optimizer
+from rl_core.learner.plan import StepPlan
+from rl_core.learner.ranks import Ranks, gradient_norm, to_list
+from rl_core.learner.sums import NAN, share
+from rl_core.learner.value_loss import value_loss
+
+
+class CriticUpdates:
+    """One update per minibatch and pass, beside the policy's. Lives as long as the step.
+
+    `returns` is what the values shall be, by number of the micro-batch; `asked.value` what they were before the step.
+    """
+
+    def __init__(self, critic: Critic, optimizer: torch.optim.Optimizer, ranks: Ranks, plan: StepPlan, asked: Asked,
+                 values: Returns, returns: Mapping[int, Tensor], *, tokens_M: Tensor, skipped_in_a_row: int) -> None:
+        self.critic, self.optimizer, self.ranks, self.plan = critic, optimizer, ranks, plan
+        self.asked, self.values, self.returns, self.tokens_M = asked, values, returns, tokens_M
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.skipped = 0
+        self.skipped_in_a_row = skipped_in_a_row
+        self._clipped = torch.zeros((), dtype=torch.float64)
+        self._tokens = 0
+        settings = plan.learner.critic
+        set_optimizer(optimizer, plan.learner, settings.lr, settings.weight_decay)
+
+    def update(self, minibatch: Minibatch) -> None:
+        """One optimizer update, or a skipped one where loss or gradient is not finite, on all ranks alike."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), dtype=torch.float64)
+        for micro in minibatch.micros:
+            loss = loss + self._backward(micro, minibatch)
+        parameters = list(self.critic.parameters())
+        norm = gradient_norm(parameters)
+        total = float(self.ranks.sum_tensor(loss[None])[0])
+        if not (math.isfinite(total) and math.isfinite(float(norm))):
+            self._skip(total, float(norm))
+            return
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.plan.learner.critic.max_grad_norm, norm)
+        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        self.losses.append(total)
+        self.norms.append(float(norm))
+        self.skipped_in_a_row = 0
+
+    def _backward(self, micro: Micro, minibatch: Minibatch) -> Tensor:
+        """Add this micro-batch's gradient; returns its share of the loss, the mean over tokens, detached float64."""
+        value_S = self.critic(micro.inputs).value_S
+        before_S, clip = self.asked.value[micro.number], self.plan.learner.critic.clip
+        loss_S = value_loss(value_S, before_S, self.returns[micro.number], clip=clip)
+        loss = aggregate(loss_S, micro.sequence_S, self.tokens_M, minibatch.denominators, "token_mean",
+                         max_new_tokens=self.plan.max_new_tokens)
+        (loss * self.ranks.loss_scale).backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        self._clipped += ((value_S.detach() - before_S).abs() > clip).sum().double().cpu()
+        self._tokens += len(value_S)
+        return loss.detach().double().cpu()
+
+    def _skip(self, loss: float, norm: float) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.plan.max_skipped:
+            raise NonFiniteTraining(
+                f"step {self.plan.step}: {self.skipped_in_a_row} updates of the critic in a row were not finite (loss "
+                f"{loss}, gradient norm {norm}); failure.max_skipped_updates is {self.plan.max_skipped}")
+
+    def metrics(self) -> dict[str, float]:
+        """The critic's metrics of the step (a collective)."""
+        value_K = self.values.value_K
+        clipped, tokens = to_list(self.ranks.sum_tensor(torch.stack([self._clipped, torch.tensor(
+            float(self._tokens), dtype=torch.float64)])))
+        returned, error = self.values.return_K.double(), (self.values.return_K - value_K).double()
+        spread = float(returned.var(unbiased=False)) if len(returned) else 0.0
+        made = len(self.losses)
+        return {
+            "critic/value_loss": share(math.fsum(self.losses), made),
+            "critic/grad_norm": share(math.fsum(self.norms), made),
+            "critic/value_mean": float(value_K.double().mean()) if len(value_K) else NAN,
+            "critic/return_mean": float(returned.mean()) if len(returned) else NAN,
+            "critic/explained_variance": 1.0 - float(error.var(unbiased=False)) / spread if spread > 0 else NAN,
+            "critic/clipped": share(clipped, tokens), "critic/skipped_updates": float(self.skipped)}

@@ -1,0 +1,81 @@
+"""AdamW of a model, and its state as named tensors. A model is known by its parameters by name, sharded or not.
+
+Every function that returns tensors is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from rl_core.config import LearnerConfig
+from rl_core.errors import CheckpointDamaged
+from rl_core.learner.ranks import assign, like, whole
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNT = "step"
+DECAYS = "decays"
+"""Mark of the parameter group that weight decay applies to."""
+
+
+class Trained(Protocol):
+    """A model that is trained: its parameters by name, tied ones once."""
+
+    def weights(self) -> dict[str, Tensor]: ...
+
+
+def make_optimizer(model: Trained, learner: LearnerConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, not on norms and biases. Every step sets its numbers (set_optimizer)."""
+    parameters = list(model.weights().values())
+    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": learner.weight_decay, DECAYS: True},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, DECAYS: False}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learner.lr, betas=learner.betas,
+                             eps=learner.adam_eps, fused=True)
+
+
+def set_optimizer(optimizer: torch.optim.Optimizer, learner: LearnerConfig, learning_rate: float,
+                  weight_decay: float | None = None) -> None:
+    """What the updates of one step are made with: all of it may differ from what the step before was made with.
+
+    `weight_decay` None: that of the policy.
+    """
+    for group in optimizer.param_groups:
+        group |= {"lr": learning_rate, "betas": learner.betas, "eps": learner.adam_eps}
+        if group.get(DECAYS, False):
+            group["weight_decay"] = learner.weight_decay if weight_decay is None else weight_decay
+
+
+def full_weights(model: Trained) -> dict[str, Tensor]:
+    """Full parameters by name; on one rank they are the model's own memory, so use them before the next update."""
+    return {name: whole(parameter.detach()) for name, parameter in model.weights().items()}
+
+
+def load_weights(model: Trained, values: Mapping[str, Tensor]) -> None:
+    """Put full parameters into a model. Raises CheckpointDamaged for those of another model."""
+    mine = model.weights()
+    if mine.keys() != values.keys():
+        raise CheckpointDamaged("a checkpoint of another model: parameters "
+                                f"{sorted(mine.keys() ^ values.keys())[:5]} are in only one of the two")
+    for name, parameter in mine.items():
+        assign(parameter, values[name])
+
+
+def optimizer_tensors(model: Trained, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Full optimizer state as `<what>/<parameter>`; empty before the first update."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.weights().items():
+        for key, value in cast(dict[str, Tensor], optimizer.state.get(parameter, {})).items():
+            tensors[f"{key}/{name}"] = whole(value)
+    return tensors
+
+
+def load_optimizer(model: Trained, optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -> None:
+    """Put what `optimizer_tensors` returned into a fresh optimizer of the model; parameters without state stay so."""
+    for name, parameter in model.weights().items():
+        if f"{COUNT}/{name}" in values:
+            state: dict[str, Any] = {COUNT: values[f"{COUNT}/{name}"].clone().to(parameter.device)}
+            state |= {key: like(parameter, values[f"{key}/{name}"]).clone() for key in MOMENTS}
+            optimizer.state[parameter] = state

@@ -1,0 +1,170 @@
+"""Model versions and parent runs against a real MLflow on sqlite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_core.config import Config
+from rl_core.errors import ConfigError
+from rl_core.metrics import names
+from rl_core.records import put_record
+from rl_core.run_dir import RunDir, put_if_absent, to_json
+from rl_core.types import StepRecord
+from tasks.destination import Destination, destination
+from tasks.tracking import (
+    TAG_PARENT,
+    Tracker,
+    TrackingFailed,
+    adopt,
+    champion,
+    close_parent,
+    judge,
+    log_page,
+    open_parent,
+    promote,
+    register_version,
+    serve_command,
+    versions,
+)
+from tasks.tracking.registry import shards_behind
+from tests.looking import small_run
+
+CONFIG = Config.model_validate({"isolated": True})
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Destination:
+    """One database for the module: making it costs seconds."""
+    return destination(CONFIG, tmp_path_factory.mktemp("home"), {})
+
+
+def tracked(run: RunDir, where: Destination, key: str, **tags: str) -> str:
+    """Id of the MLflow run of a run with three steps and a validation behind the second."""
+    for step in range(3):
+        put_record(run, StepRecord(
+            step=step, idx=step, attempt=1, claim_digest="c", weights_digest="w", published=None, revision=0,
+            seconds={}, metrics=dict.fromkeys(names("learner"), 1.0), env={"commit": f"commit-{step}"}, ts_us=1))
+    put_if_absent(run.validation(2), to_json({
+        "step": 2, "v": 2, "greedy_accuracy": 0.75, "sampled_accuracy": None, "n": 8, "seconds": 1.0, "ts_us": 5_000}))
+    tracker = Tracker(run, CONFIG, where, run_uuid=f"uuid-{key}", run_key=key, tags=tags)
+    tracker.start()
+    assert tracker.finish("FINISHED", DEADLINE_S)
+    return str(tracker.run_id)
+
+
+def exported(key: str, directory: Path, **changed: Any) -> dict[str, Any]:
+    """What `export_run` returns."""
+    return {"run_key": key, "run_uuid": f"uuid-{key}", "step": 2, "version": 2, "source": "checkpoint",
+            "weights_digest": f"weights-of-{key}", "revision": 0, "config_digest": "settings", "dtype": "float32",
+            "best": {"field": "greedy_accuracy", "value": 0.75, "step": 2}, "headway": "0.1.0",
+            "directory": str(directory), **changed}
+
+
+def test_a_version_is_a_directory_by_reference_with_its_lineage_and_what_its_validation_measured(
+        tmp_path: Path, where: Destination) -> None:
+    from mlflow import MlflowClient
+
+    run, directory = RunDir(tmp_path / "run"), tmp_path / "sorter-hf"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"0" * 100_000)
+    run_id = tracked(run, where, "first")
+    made = register_version(run, where, exported("first", directory), name="lineage", tags={"headway.night": "monday"})
+    assert (made.name, made.version, made.run_key, made.step, made.directory, made.mlflow_run_id) == (
+        "lineage", 1, "first", 2, str(directory), run_id)
+    assert made.tags.items() >= {
+        "headway.weights_digest": "weights-of-first", "headway.config_digest": "settings",
+        "headway.commit": "commit-1", "headway.shards": "{}", "headway.night": "monday",
+        "headway.serve": f"python -m sglang.launch_server --model-path {directory} --port 30000",
+        "headway.best": '{"field": "greedy_accuracy", "value": 0.75, "step": 2}'}.items()
+    again = register_version(run, where, exported("first", directory), name="lineage")
+    assert again == made and len(versions(where, "lineage")) == 1
+
+    client = MlflowClient(where.uri, where.uri)
+    version = client.get_model_version("lineage", "1")
+    assert version.source == directory.as_uri() and serve_command(str(directory)) in str(version.description)
+    [output] = client.get_run(run_id).outputs.model_outputs
+    assert (output.model_id, output.step) == (made.model_id, 2)
+    model = client.get_logged_model(made.model_id)
+    assert [(one.key, one.step, one.value, one.run_id) for one in model.metrics or ()] == [
+        ("validation/greedy_accuracy", 2, 0.75, run_id)]
+    assert len(client.get_metric_history(run_id, "validation/greedy_accuracy")) == 1, "the run's own point"
+    card = Path(model.artifact_location.removeprefix("file://"))
+    assert sorted(path.name for path in card.iterdir()) == ["MLmodel", "README.md", "headway.json"]
+
+
+def test_the_champion_is_the_version_that_was_promoted_last(tmp_path: Path, where: Destination) -> None:
+    assert champion(where, "sorter") is None
+    made: list[Any] = []
+    for key in ("monday", "tuesday"):
+        run = RunDir(tmp_path / key)
+        tracked(run, where, key)
+        made.append(register_version(run, where, exported(key, tmp_path / f"{key}-hf"), name="sorter"))
+    assert [one.version for one in made] == [1, 2] and champion(where, "sorter") is None
+    promote(where, made[0], why="the first night")
+    judge(where, made[1], "kept", why="accuracy -0.02 [-0.05, 0.01]")
+    best = champion(where, "sorter")
+    assert best is not None and (best.run_key, best.tags["headway.verdict"], best.tags["headway.why"]) == (
+        "monday", "promoted", "the first night")
+    for _ in range(2):
+        promote(where, made[1], why="better after all")
+    best = champion(where, "sorter")
+    assert best is not None and (best.run_key, best.version) == ("tuesday", 2)
+    assert [one.version for one in versions(where, "sorter")] == [2, 1]
+
+
+def test_a_run_that_is_not_tracked_and_a_name_that_mlflow_does_not_take_are_refused(
+        tmp_path: Path, where: Destination) -> None:
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"mlflow-run\.json: absent, so the run is not in MLflow"):
+        register_version(run, where, exported("k", tmp_path), name="sorter")
+    tracked(run, where, "k")
+    for name in ("a/b", "a:b", "it's", " "):
+        with pytest.raises(ConfigError, match="model name"):
+            register_version(run, where, exported("k", tmp_path), name=name)
+
+
+def test_mlflow_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+    away = Destination(uri="http://me:secret@127.0.0.1:9", artifacts=None, why="test")
+    with pytest.raises(TrackingFailed, match=r"^MLflow at http://me:\*\*\*@127\.0\.0\.1:9 \(test\): ") as told:
+        champion(away, "sorter")
+    assert "secret" not in str(told.value)
+
+
+def test_the_shards_behind_weights_are_those_of_their_claims(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    assert [list(shards_behind(run, step).values()) for step in (0, 1, 3)] == [[], [[0, 0, 1]], [[0, 2, 3]]]
+
+
+def test_the_runs_of_a_matrix_are_children_of_one_parent(tmp_path: Path, where: Destination) -> None:
+    from mlflow import MlflowClient
+
+    parent = open_parent(where, experiment="headway", key="matrix", tags={"headway.night": "monday"},
+                         settings={"seed": [1, 2]})
+    first = tracked(RunDir(tmp_path / "first"), where, "m-1", **{TAG_PARENT: parent})
+    late = RunDir(tmp_path / "late")
+    second = tracked(late, where, "m-2")
+    for _ in range(2):  # a flow that is tried again
+        assert open_parent(where, experiment="headway", key="matrix") == parent
+        adopt(where, parent, late)
+        close_parent(where, parent, "FINISHED", {"validation/best": 0.75})
+    client = MlflowClient(where.uri, where.uri)
+    run = client.get_run(parent)
+    children = client.search_runs([run.info.experiment_id], f"tags.`{TAG_PARENT}` = '{parent}'")
+    assert {child.info.run_id for child in children} == {first, second}
+    assert (run.info.status, run.info.run_name, run.data.tags["headway.night"]) == ("FINISHED", "matrix", "monday")
+    assert [point.value for point in client.get_metric_history(parent, "validation/best")] == [0.75]
+
+
+def test_a_page_of_a_night_is_an_artifact_of_its_run(tmp_path: Path, where: Destination) -> None:
+    from mlflow import MlflowClient
+
+    run_id = tracked(RunDir(tmp_path / "run"), where, "paged")
+    for text in ("<p>draft</p>", "<p>report</p>"):
+        log_page(where, run_id, text, "report/night.html")
+    client = MlflowClient(where.uri, where.uri)
+    [page] = client.list_artifacts(run_id, "report")
+    assert Path(client.download_artifacts(run_id, page.path, str(tmp_path))).read_text() == "<p>report</p>"
