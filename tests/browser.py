@@ -35,6 +35,17 @@ def chromium() -> Iterator[Any]:
             browser.close()
 
 
+@contextmanager
+def listened() -> Iterator[Any]:
+    """As `chromium`: `page.said` is what it says on its console, `page.got` the addresses that it asked for."""
+    with chromium() as page:
+        page.said, page.got = [], []
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("requestfinished", lambda request: page.got.append(request.url))
+        yield page
+
+
 def open_prefect(page: Any, home: KeptHome, path: str) -> None:
     """Open a page of Prefect, and log in where it asks for the password."""
     page.goto(f"{home.prefect_page}/v2{path}")

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_core.errors import NonFiniteTraining
 from rl_core.learner.aggregation import aggregate
 from rl_core.learner.asking import Asked
 from rl_core.learner.credit import Returns
 from rl_core.learner.critic import Critic
 from rl_core.learner.micro import Micro, Minibatch
-from rl_core.learner.optimizer import set_optimizer
+from rl_core.learner.optimizer import OptimizerSteps, set_optimizer
 from rl_core.learner.plan import StepPlan
-from rl_core.learner.ranks import Ranks, gradient_norm, to_list
+from rl_core.learner.ranks import Ranks, to_list
 from rl_core.learner.sums import NAN, share
 from rl_core.learner.value_loss import value_loss
 
@@ -29,12 +28,9 @@ class CriticUpdates:
 
     def __init__(self, critic: Critic, optimizer: torch.optim.Optimizer, ranks: Ranks, plan: StepPlan, asked: Asked,
                  values: Returns, returns: Mapping[int, Tensor], *, tokens_M: Tensor, skipped_in_a_row: int) -> None:
-        self.critic, self.optimizer, self.ranks, self.plan = critic, optimizer, ranks, plan
+        self.critic, self.ranks, self.plan = critic, ranks, plan
         self.asked, self.values, self.returns, self.tokens_M = asked, values, returns, tokens_M
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.skipped = 0
-        self.skipped_in_a_row = skipped_in_a_row
+        self.steps = OptimizerSteps(optimizer, ranks, plan, skipped_in_a_row, " of the critic")
         self._clipped = torch.zeros((), dtype=torch.float64)
         self._tokens = 0
         settings = plan.learner.critic
@@ -42,21 +38,11 @@ class CriticUpdates:
 
     def update(self, minibatch: Minibatch) -> None:
         """One optimizer update, or a skipped one where loss or gradient is not finite, on all ranks alike."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.steps.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64)
         for micro in minibatch.micros:
             loss = loss + self._backward(micro, minibatch)
-        parameters = list(self.critic.parameters())
-        norm = gradient_norm(parameters)
-        total = float(self.ranks.sum_tensor(loss[None])[0])
-        if not (math.isfinite(total) and math.isfinite(float(norm))):
-            self._skip(total, float(norm))
-            return
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.plan.learner.critic.max_grad_norm, norm)
-        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
-        self.losses.append(total)
-        self.norms.append(float(norm))
-        self.skipped_in_a_row = 0
+        self.steps.take(list(self.critic.parameters()), loss, self.plan.learner.critic.max_grad_norm)
 
     def _backward(self, micro: Micro, minibatch: Minibatch) -> Tensor:
         """Add this micro-batch's gradient; returns its share of the loss, the mean over tokens, detached float64."""
@@ -70,15 +56,6 @@ class CriticUpdates:
         self._tokens += len(value_S)
         return loss.detach().double().cpu()
 
-    def _skip(self, loss: float, norm: float) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.plan.max_skipped:
-            raise NonFiniteTraining(
-                f"step {self.plan.step}: {self.skipped_in_a_row} updates of the critic in a row were not finite (loss "
-                f"{loss}, gradient norm {norm}); failure.max_skipped_updates is {self.plan.max_skipped}")
-
     def metrics(self) -> dict[str, float]:
         """The critic's metrics of the step (a collective)."""
         value_K = self.values.value_K
@@ -86,11 +63,11 @@ class CriticUpdates:
             float(self._tokens), dtype=torch.float64)])))
         returned, error = self.values.return_K.double(), (self.values.return_K - value_K).double()
         spread = float(returned.var(unbiased=False)) if len(returned) else 0.0
-        made = len(self.losses)
+        made = len(self.steps.losses)
         return {
-            "critic/value_loss": share(math.fsum(self.losses), made),
-            "critic/grad_norm": share(math.fsum(self.norms), made),
+            "critic/value_loss": share(math.fsum(self.steps.losses), made),
+            "critic/grad_norm": share(math.fsum(self.steps.norms), made),
             "critic/value_mean": float(value_K.double().mean()) if len(value_K) else NAN,
             "critic/return_mean": float(returned.mean()) if len(returned) else NAN,
             "critic/explained_variance": 1.0 - float(error.var(unbiased=False)) / spread if spread > 0 else NAN,
-            "critic/clipped": share(clipped, tokens), "critic/skipped_updates": float(self.skipped)}
+            "critic/clipped": share(clipped, tokens), "critic/skipped_updates": float(self.steps.skipped)}

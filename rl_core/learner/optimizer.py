@@ -5,15 +5,18 @@ Every function that returns tensors is a collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_core.config import LearnerConfig
-from rl_core.errors import CheckpointDamaged
-from rl_core.learner.ranks import assign, like, whole
+from rl_core.errors import CheckpointDamaged, NonFiniteTraining
+from rl_core.learner.plan import StepPlan
+from rl_core.learner.ranks import Ranks, assign, gradient_norm, like, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = "step"
@@ -46,6 +49,47 @@ def set_optimizer(optimizer: torch.optim.Optimizer, learner: LearnerConfig, lear
         group |= {"lr": learning_rate, "betas": learner.betas, "eps": learner.adam_eps}
         if group.get(DECAYS, False):
             group["weight_decay"] = learner.weight_decay if weight_decay is None else weight_decay
+
+
+@dataclass(slots=True)
+class OptimizerSteps:
+    """Updates of one model in one training step: those that were made, and those that were not finite."""
+
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+    plan: StepPlan
+    skipped_in_a_row: int
+    """Also of the training steps before."""
+    of: str = ""
+    """Whose updates, in an error: " of the critic"."""
+    losses: list[float] = field(default_factory=list[float])
+    norms: list[float] = field(default_factory=list[float])
+    skipped: int = 0
+
+    def take(self, parameters: list[nn.Parameter], loss: Tensor, max_norm: float) -> None:
+        """Clip the gradients and update, or skip where loss or gradient is not finite, on all ranks alike.
+
+        `loss`: this rank's share, a scalar. Raises NonFiniteTraining after too many skipped in a row.
+        """
+        norm = gradient_norm(parameters)
+        total = float(self.ranks.sum_tensor(loss[None])[0])
+        if not (math.isfinite(total) and math.isfinite(float(norm))):
+            self._skip(total, float(norm))
+            return
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        self.losses.append(total)
+        self.norms.append(float(norm))
+        self.skipped_in_a_row = 0
+
+    def _skip(self, loss: float, norm: float) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.plan.max_skipped:
+            raise NonFiniteTraining(
+                f"step {self.plan.step}: {self.skipped_in_a_row} updates{self.of} in a row were not finite (loss "
+                f"{loss}, gradient norm {norm}); failure.max_skipped_updates is {self.plan.max_skipped}")
 
 
 def full_weights(model: Trained) -> dict[str, Tensor]:

@@ -62,15 +62,16 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
                 critic.update(minibatch)
     updated_s = time.monotonic()
     if critic is not None:
-        roles.critic_skipped_in_a_row = critic.skipped_in_a_row
+        roles.critic_skipped_in_a_row = critic.steps.skipped_in_a_row
     if credit is not None and math.isfinite(credit.kl):
         roles.kl_beta = _next_beta(plan, credit)
     totals = to_list(ranks.sum_tensor(stack(run.sums.total, TOTALS, 0.0)))
     largest = to_list(ranks.max_tensor(stack(run.sums.largest, MAXIMA, -math.inf)))
     return StepResult(
         totals=dict(zip(TOTALS, totals, strict=True)),
-        largest=dict(zip(MAXIMA, largest, strict=True)), losses=tuple(run.losses), gradient_norms=tuple(run.norms),
-        updates=updates, skipped=run.skipped, skipped_in_a_row=run.skipped_in_a_row,
+        largest=dict(zip(MAXIMA, largest, strict=True)),
+        losses=tuple(run.steps.losses), gradient_norms=tuple(run.steps.norms),
+        updates=updates, skipped=run.steps.skipped, skipped_in_a_row=run.steps.skipped_in_a_row,
         recomputed=learner.loss.proximal == "recompute" and learner.correction.mode == "decoupled",
         first_forward_s=first_forward_s, updated_s=updated_s, proximal_s=proximal_s, roles_s=asked_s - first_forward_s,
         critic={} if critic is None else critic.metrics(), kl=math.nan if credit is None else credit.kl)

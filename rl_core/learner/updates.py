@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -14,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rl_core.errors import EngineMismatch, NonFiniteTraining
+from rl_core.errors import EngineMismatch
 from rl_core.learner.aggregation import Denominators, aggregate
 from rl_core.learner.asking import Asked
 from rl_core.learner.batch import column
@@ -24,11 +23,11 @@ from rl_core.learner.logprobs import TokenLogprobs
 from rl_core.learner.losses.tokens import Tokens
 from rl_core.learner.micro import Micro, Minibatch
 from rl_core.learner.objective import chosen_loss, composed, corrected, correction_of, possible
-from rl_core.learner.optimizer import set_optimizer
+from rl_core.learner.optimizer import OptimizerSteps, set_optimizer
 from rl_core.learner.others import Others, other_terms, taught_advantage
 from rl_core.learner.plan import StepPlan
 from rl_core.learner.policy import Policy
-from rl_core.learner.ranks import Ranks, gradient_norm, to_list
+from rl_core.learner.ranks import Ranks, to_list
 from rl_core.learner.sums import Bounds, Sums, anchor_sums, correction_sums, other_sums, stack, update_sums
 from rl_core.learner.whole import Whole, choose, gather, needs_whole, reads_policy, resample, select, selects
 from rl_core.seeds import derive
@@ -42,7 +41,7 @@ class Updates:
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks, plan: StepPlan,
                  batch: TensorDict, tokens_M: Tensor, asked: Asked) -> None:
-        self.policy, self.optimizer, self.ranks, self.plan, self.batch = policy, optimizer, ranks, plan, batch
+        self.policy, self.ranks, self.plan, self.batch = policy, ranks, plan, batch
         self.learner, self.asked = plan.learner, asked
         self.tokens_M = tokens_M
         """Loss tokens of every sequence of this rank."""
@@ -59,10 +58,7 @@ class Updates:
         self.seen: dict[int, TokenLogprobs] = {}
         """What the last no-gradient pass found, by number of the micro-batch."""
         self.sums = Sums()
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.skipped = 0
-        self.skipped_in_a_row = plan.skipped_in_a_row
+        self.steps = OptimizerSteps(optimizer, ranks, plan, plan.skipped_in_a_row)
         self.first = True
         set_optimizer(optimizer, plan.learner, plan.learning_rate)
 
@@ -164,33 +160,14 @@ class Updates:
         `passed`: passes over the claim before this one.
         """
         whole = self._whole(minibatch, passed)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.steps.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64)
         for i, micro in enumerate(minibatch.micros):
             loss = loss + self._backward(micro, minibatch, whole, passed, drift=self.first and i == 0)
         if self.first:
             self.check_mismatch()
         self.first = False
-        parameters = list(self.policy.parameters())
-        norm = gradient_norm(parameters)
-        total = float(self.ranks.sum_tensor(loss[None])[0])
-        if not (math.isfinite(total) and math.isfinite(float(norm))):
-            self._skip(total, float(norm))
-            return
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.learner.max_grad_norm, norm)
-        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
-        self.losses.append(total)
-        self.norms.append(float(norm))
-        self.skipped_in_a_row = 0
-
-    def _skip(self, loss: float, norm: float) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.plan.max_skipped:
-            raise NonFiniteTraining(
-                f"step {self.plan.step}: {self.skipped_in_a_row} updates in a row were not finite (loss {loss}, "
-                f"gradient norm {norm}); failure.max_skipped_updates is {self.plan.max_skipped}")
+        self.steps.take(list(self.policy.parameters()), loss, self.learner.max_grad_norm)
 
     def _backward(self, micro: Micro, minibatch: Minibatch, whole: Whole, passed: int, *, drift: bool) -> Tensor:
         """Add this micro-batch's gradient; returns its share of the policy loss, detached float64."""

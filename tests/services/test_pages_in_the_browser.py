@@ -23,7 +23,7 @@ from rl_core.run_identity import open_identity
 from rl_core.tokenizer import character_tokenizer, write_tokenizer
 from rl_core.types import ShardRef, WeightVersion
 from rl_core.versions import put_version
-from tests.browser import chromium, pictured
+from tests.browser import listened, pictured
 from tests.builders import make_claim, make_runs
 from tests.looking import small_run, spoken_group
 
@@ -37,12 +37,7 @@ HOSTILE = "</script><script>document.title = 'ran'</script><img src=x onerror=\"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as page:
-        page.said = []
-        page.on("console", lambda message: page.said.append(message.text))
-        page.on("pageerror", lambda error: page.said.append(str(error)))
-        page.got = []
-        page.on("requestfinished", lambda request: page.got.append(request.url))
+    with listened() as page:
         yield page
 
 

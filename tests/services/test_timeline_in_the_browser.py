@@ -13,7 +13,7 @@ import pytest
 
 from rl_core.pages.timeline import as_page
 from rl_core.timeline import Bar, Counter, Lane, Mark, Timeline
-from tests.browser import chromium, pictured
+from tests.browser import listened, pictured
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.browser]
 
@@ -52,12 +52,7 @@ def large(lanes: int = 100, bars: int = 2000) -> Timeline:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as page:
-        page.said = []
-        page.on("console", lambda message: page.said.append(message.text))
-        page.on("pageerror", lambda error: page.said.append(str(error)))
-        page.got = []
-        page.on("requestfinished", lambda request: page.got.append(request.url))
+    with listened() as page:
         yield page
 
 
