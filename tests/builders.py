@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rl_core.config import Config
 from rl_core.experience.experience import Experience
+from rl_core.experience.ledger import group_ids_digest
 from rl_core.experience.verify import ShardInfo, shard_key, verify_shard
 from rl_core.run_dir import OwnerLock, RunDir
 from rl_core.types import (
@@ -114,7 +115,8 @@ def make_claim(run: RunDir, shards: Sequence[ShardRef], *, step: int = 0, eta: s
                            seq=info.ref.seq, row=row) for info in infos for row in range(info.rows)]
     groups.sort(key=lambda g: (g.dataset_epoch, g.position, g.try_no))
     return Claim(step=step, idx=step, attempt=1, consumer="learner", eta=eta, hard_max=hard_max, policy="keep",
-                 groups=tuple(groups), group_ids_digest="", masked=(), dropped=(), revision=0, ts_us=0,
+                 groups=tuple(groups), group_ids_digest=group_ids_digest(g.group_id for g in groups), masked=(),
+                 dropped=(), revision=0, ts_us=0,
                  shard_digests={shard_key(info.ref.stream, info.ref.seq): info.shard_digest for info in infos})
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.config import Config
-from rl_core.experience.ledger import group_ids_digest, put_claim
+from rl_core.experience.ledger import put_claim
 from rl_core.experience.reader import ClaimRows
 from rl_core.experience.shards import ShardWriter
 from rl_core.run_dir import RunDir, put_if_absent, to_json
@@ -119,9 +119,7 @@ def claim_groups(run: RunDir, config: Config, step: int, groups: Sequence[Trajec
     writer = ShardWriter(run, "rollout-0", 1, {}, False)
     landed = writer.land(list(groups))
     claim = make_claim(run, [ShardRef(stream=landed.stream, seq=landed.seq)], step=step)
-    claim = replace(claim, idx=config.idx(step), group_ids_digest=group_ids_digest(g.group_id for g in claim.groups),
-                    **changes)
-    return put_claim(run, claim, fsync=False)
+    return put_claim(run, replace(claim, idx=config.idx(step), **changes), fsync=False)
 
 
 def random_groups(step: int, n_groups: int = 4, n: int = 4, **options: Any) -> list[TrajectoryGroup]:

@@ -70,7 +70,9 @@ class Experience:
         self.changed = threading.Condition(self.lock)
         self._known = Known(run, config, attempt, consumer=consumer, clock=clock)
         self.index, self.positions, self.leases = self._known.index, self._known.positions, self._known.leases
-        self.discovery = Discovery(run, claimed_rows=self._known.rows_by_shard, retired=self._known.retired)
+        # A sampler sees rewards of what has landed, claimed or not: then shards that claims have used up are read, too.
+        used_up = self._known.rows_by_shard if config.data.sampler is None else {}
+        self.discovery = Discovery(run, claimed_rows=used_up, retired=self._known.retired)
         self._clock = clock
         self._listing = threading.Lock()
         self._listed = False

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.config import Config
-from rl_core.experience.ledger import group_ids_digest, put_claim
+from rl_core.experience.ledger import put_claim
 from rl_core.experience.shards import ShardWriter
 from rl_core.run_dir import RunDir
 from rl_core.run_identity import open_identity
@@ -112,7 +112,7 @@ def viewed_run(path: Path, groups: int) -> RunDir:
     writer, made = ShardWriter(run, "rollout-0", 1, {}, False), spoken_groups(groups)
     landed = [writer.land(made[lo:lo + LANDED_AT_ONCE]) for lo in range(0, groups, LANDED_AT_ONCE)]
     claim = make_claim(run, [ShardRef(stream=shard.stream, seq=shard.seq) for shard in landed])
-    put_claim(run, replace(claim, group_ids_digest=group_ids_digest(g.group_id for g in claim.groups)), fsync=False)
+    put_claim(run, claim, fsync=False)
     return run
 
 

@@ -69,7 +69,7 @@ def test_a_run_whose_weights_go_over_a_process_group_learns_as_any_other(home: H
     command = train(home, "group", f"total_steps={STEPS}", "model.warmup_steps=20", "validation.every=100",
                     "data.validation_size=32", "rollout.engine.transport=collective", "learner.ranks=2",
                     f"rollout.engine.server_args={[*ENGINE['server_args'], '--log-level-http', 'info']}")
-    assert command.wait(600) == 0, (command.out, command.err)
+    assert command.wait(600) == 0, command.said
     check_completed(home, command, STEPS)
     said = command.run.server_log("rollout-0", 0).read_text()
     assert said.count("POST /update_weights_from_distributed HTTP/1.1\" 200") >= STEPS
@@ -82,7 +82,7 @@ def test_a_run_validates_by_a_server_that_rollout_lends(home: Home) -> None:
     """Before, between and behind the steps."""
     command = train(home, "lent", f"total_steps={STEPS}", "model.warmup_steps=20", "validation.every=4",
                     "data.validation_size=64", "rollout.engine.replicas=2", "validation.engine=replica")
-    assert command.wait(600) == 0, (command.out, command.err)
+    assert command.wait(600) == 0, command.said
     check_completed(home, command, STEPS)
     records = [read_validation(command.run, step) for step in validated_steps(command.run)]
     versions = read_versions(command.run)

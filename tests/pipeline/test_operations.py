@@ -107,7 +107,7 @@ def test_a_run_is_watched_scraped_and_logged_through_a_kill_to_its_end(home: Hom
 
     # Finished: the endpoint is forgotten, the log has both attempts and how it ended.
     again = home.start("rerun", "operated", "--json", key="operated")
-    assert again.wait() == 0, (again.out, again.err)
+    assert again.wait() == 0, again.said
     assert not run.prometheus.exists() and not list((home.path / "prometheus").glob("operated*"))
     told = lines(run.component_log("owner"))
     assert told[-1]["message"] == "state: completed" and {line["attempt"] for line in told} >= {1, 2}

@@ -86,7 +86,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, hook: str, words: dict[str, s
         "LOST_DB": f"postgresql://me:{words['the password of a database']}@127.0.0.1:9/prefect"})
     home.up()
     deployed = home.call("deploy", "--json")
-    assert deployed.process.returncode == 0, (deployed.out, deployed.err)
+    assert deployed.process.returncode == 0, deployed.said
     yield home
     home.down()
 

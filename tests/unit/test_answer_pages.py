@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from rl_core.experience.ledger import group_ids_digest, put_claim, read_claim
+from rl_core.experience.ledger import put_claim, read_claim
 from rl_core.experience.shards import ShardWriter
 from rl_core.learner.token_states import StepLogprobs
 from rl_core.pages.answers import step_page, validation_page
@@ -88,7 +88,7 @@ def test_without_a_part_of_the_claim_the_rest_is_shown_and_no_advantage(run: Run
     landed = [ShardWriter(run, name, 1, {}, False).land([spoken_group(position)])
               for name, position in (("rollout-8", 20), ("rollout-9", 21))]
     claim = make_claim(run, [ShardRef(stream=one.stream, seq=one.seq) for one in landed], step=4)
-    put_claim(run, replace(claim, group_ids_digest=group_ids_digest(g.group_id for g in claim.groups)), fsync=False)
+    put_claim(run, claim, fsync=False)
     gone = run.shard(landed[1].stream, landed[1].seq)
     gone.unlink()
     page = step_page(run, 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_core.experience.ledger import group_ids_digest, put_claim, put_drops
+from rl_core.experience.ledger import put_claim, put_drops
 from rl_core.experience.shards import ShardWriter
 from rl_core.history import read_history
 from rl_core.landed_groups import trained_ages
@@ -41,8 +41,7 @@ def claim_rows(run: RunDir, writer: ShardWriter, step: int) -> Claim:
     groups = [make_group(2 * step + i, versions=(idx,)) for i, idx in enumerate(IDX_MIN[step])]
     landed = writer.land(groups)
     claim = make_claim(run, [ShardRef(stream=landed.stream, seq=landed.seq)], step=step)
-    claim = replace(claim, dropped=(Drop(group_id=f"e0-p{90 + step}-t0", reason="stale", n_tokens=5),),
-                    group_ids_digest=group_ids_digest(g.group_id for g in claim.groups))
+    claim = replace(claim, dropped=(Drop(group_id=f"e0-p{90 + step}-t0", reason="stale", n_tokens=5),))
     return put_claim(run, claim, fsync=False)
 
 

@@ -11,6 +11,7 @@ import pytest
 from rl_core.config import Config
 from rl_core.errors import ConfigError, SamplerError, SamplerTimeout
 from rl_core.experience.experience import Experience
+from rl_core.experience.ledger import put_claim
 from rl_core.experience.shards import ShardWriter
 from rl_core.plan import check
 from rl_core.rollout.order_calls import as_order, is_order
@@ -18,7 +19,8 @@ from rl_core.rollout.orders import Orders, Sampler, Seen, seen
 from rl_core.rollout.prompts import PromptSource, load_tokenizer
 from rl_core.run_dir import OwnerLock, RunDir, read_json
 from rl_core.tokenizer import write_tokenizer
-from tests.builders import make_group
+from rl_core.types import ShardRef
+from tests.builders import make_claim, make_group
 
 SAMPLERS = """
 import random, time
@@ -144,14 +146,17 @@ def test_prompts_come_in_the_order_of_the_function(run: RunDir, work: Path, tmp_
 def test_the_history_is_what_has_landed_also_after_a_restart(run: RunDir) -> None:
     writer = ShardWriter(run, "w", 1, {}, False)
     writer.land([make_group(4, n=4, rewards=[0.0, 1.0, 1.0, 0.0]), make_group(2, n=2, rewards=[0.25, 0.25])])
-    for settings, expected in ((config("backwards"), [landed(2, 0.25), landed(4, 0.5)]), (Config(), [])):
+    both = [landed(2, 0.25), landed(4, 0.5)]
+    for settings, expected in ((config("backwards"), both), (config("backwards"), both), (Config(), [])):
         lock = OwnerLock(run)
         experience = Experience(run, settings, lock.next_attempt(0, None))
-        lock.release()
+        lock.release()  # the second start finds them claimed
         experience.discover(full=True)
         found = sorted(seen(experience.landed_groups()))
         assert [(s.prompt, s.reward) for s in found] == [(s.prompt, s.reward) for s in expected]
         assert [s.spread for s in found] == ([0.0, 1.0] if found else [])
+        if not run.claim(0).exists():
+            put_claim(run, make_claim(run, [ShardRef(stream="w", seq=0)]), fsync=False)
 
 
 def test_a_run_on_another_runs_shards_has_no_order_to_make() -> None:
