@@ -9,7 +9,7 @@ from rl_core.config import Config, LearnerConfig
 from rl_core.correction_settings import KlConfig, RejectionRule
 from rl_core.errors import refuse
 from rl_core.loss_settings import CispoLoss, ClipCovLoss, TisLoss
-from rl_core.role_plan import check_roles
+from rl_core.roles.plan import check_roles
 
 OWN_WEIGHTS = {"decoupled_ppo": "prox/mu", "tis_reinforce": "pi/mu", "topr": "pi/mu"}
 """Losses that bring token weights along."""

@@ -23,7 +23,7 @@ from rl_core.advantage_settings import AdvantageConfig, GroupAdvantage
 from rl_core.correction_settings import CorrectionConfig, KlConfig
 from rl_core.judge_settings import JudgeConfig, RewardModelConfig
 from rl_core.loss_settings import LossConfig, PpoClipLoss
-from rl_core.role_settings import CriticConfig, ReferenceConfig, TeacherConfig
+from rl_core.roles.settings import CriticConfig, ReferenceConfig, TeacherConfig
 from rl_core.settings import Kind, Part, environment, identity, of_kind, operational, training
 
 REWARDS = ("exact", "regex", "gsm8k", "math_verify", "code", "judge", "reward_model")

@@ -28,9 +28,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pyarrow as pa
 
-from rl_core.comparison import caveats, check_comparable
-from rl_core.comparison import compare as compared_to
-from rl_core.curves import read_curve
 from rl_core.estimates import Estimate
 from rl_core.experience.ledger import voided_steps
 from rl_core.gaps import Gaps, found, merged
@@ -38,6 +35,9 @@ from rl_core.group_facts import read_group_facts
 from rl_core.history import read_history, read_steps, read_validations
 from rl_core.landed_answers import answer_table, answers_of
 from rl_core.landed_groups import GROUP_SCHEMA, TIME, group_table
+from rl_core.looking.comparison import caveats, check_comparable
+from rl_core.looking.comparison import compare as compared_to
+from rl_core.looking.curves import read_curve
 from rl_core.run_dir import RunDir, file_numbers, read_json
 from rl_core.run_numbers import LAST_STEPS, RunNumbers, difference, run_numbers
 

@@ -33,7 +33,7 @@ from rl_core.errors import ConfigError, refuse
 from rl_core.foreign_keys import answer
 from rl_core.loss_settings import LossConfig
 from rl_core.reward_settings import check_scoring, with_task
-from rl_core.role_plan import asked_roles, held_role_bytes, policy_learns, role_words, saved_role_bytes
+from rl_core.roles.plan import asked_roles, held_role_bytes, policy_learns, role_words, saved_role_bytes
 from rl_core.schedules import checkpoints_at_once
 from rl_core.validation_plan import check_validation, check_validation_inputs
 from rl_core.variants import carried, variants

@@ -17,7 +17,7 @@ from rl_core.hooks.trial import check_hooks
 from rl_core.hub import hub_id
 from rl_core.model_setup import ModelFacts, check_model, loaded_bytes, model_directory
 from rl_core.plan import InputFacts
-from rl_core.role_models import check_role_contexts, check_role_models, copied_role_bytes, role_bytes
+from rl_core.roles.models import check_role_contexts, check_role_models, copied_role_bytes, role_bytes
 from rl_core.rollout.data_warnings import warnings_of
 from rl_core.rollout.group_filter import check_group_filter
 from rl_core.rollout.prompts import PromptSource, Tokenizer, load_tokenizer

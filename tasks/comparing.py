@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl_core.comparison import caveats, changed_settings, check_comparable, compare
-from rl_core.curves import read_curve
 from rl_core.errors import ConfigError
 from rl_core.gaps import Gaps
+from rl_core.looking.comparison import caveats, changed_settings, check_comparable, compare
+from rl_core.looking.curves import read_curve
 from rl_core.pages.comparison import comparison_page
 from rl_core.records import recorded_steps
 from rl_core.run_dir import RunDir, json_values, replace_file

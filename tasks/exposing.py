@@ -21,11 +21,11 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from rl_core.config import Config
-from rl_core.exposition import CONTENT_TYPE, Sample, exposition
+from rl_core.looking.exposition import CONTENT_TYPE, Sample, exposition
+from rl_core.looking.watching import LAST_STEPS, Sight, Watch
 from rl_core.metrics import STATES
 from rl_core.run_dir import RunDir, newest_attempt, replace_file
 from rl_core.run_log import STORY
-from rl_core.watching import LAST_STEPS, Sight, Watch
 from tasks.paths import headway_home
 from tasks.servers import HOST
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.curves import SMOOTH_STEPS, Curve, smooth
 from rl_core.history import History, read_history
 from rl_core.landed_groups import trained_ages
+from rl_core.looking.curves import SMOOTH_STEPS, Curve, smooth
 from rl_core.metrics import STATES
 from rl_core.run_dir import RunDir
 

@@ -14,13 +14,13 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from rl_core.comparison import Difference, alone, caveats, changed_settings, compare
 from rl_core.errors import NightFailed
-from rl_core.failures import component_of, place_of
-from rl_core.gates import ACCURACY, Judgement, best_of, judge, widened
 from rl_core.history import read_validations
-from rl_core.night_text import failed_markdown, night_markdown, night_words
-from rl_core.nights import Baseline, Compared, Night, Outcome, put_outcome, read_outcome
+from rl_core.looking.comparison import Difference, alone, caveats, changed_settings, compare
+from rl_core.looking.failures import component_of, place_of
+from rl_core.nightly.gates import ACCURACY, Judgement, best_of, judge, widened
+from rl_core.nightly.nights import Baseline, Compared, Night, Outcome, put_outcome, read_outcome
+from rl_core.nightly.text import failed_markdown, night_markdown, night_words
 from rl_core.pages.report import night_page
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import put_if_absent, read_json, replace_file, to_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from rl_core.nights import Night, NightDir, NightRun, read_night, read_outcome
+from rl_core.nightly.nights import Night, NightDir, NightRun, read_night, read_outcome
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import RunDir, read_json
 from tasks.destination import Destination, destination

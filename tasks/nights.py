@@ -16,8 +16,8 @@ from prefect.runtime import flow_run
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
-from rl_core.gates import Thresholds as Thresholds
-from rl_core.nights import (
+from rl_core.nightly.gates import Thresholds as Thresholds
+from rl_core.nightly.nights import (
     Baseline,
     Night,
     NightRun,

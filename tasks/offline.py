@@ -24,7 +24,7 @@ from rl_core.offline import (
 )
 from rl_core.plan import InputFacts
 from rl_core.revisions import config_of, current_revision
-from rl_core.role_models import place_roles
+from rl_core.roles.models import place_roles
 from rl_core.run_dir import RunDir
 from rl_core.run_identity import check_inputs
 from tasks.inspection import open_run

@@ -49,8 +49,8 @@ def viewer_screens(run: RunDir) -> list[Screen]:
 
 def timeline_screens(run: RunDir) -> list[Screen]:
     """The timeline as a page, and as a trace for Perfetto or Chrome. Made again they are newer, under the same name."""
+    from rl_core.looking.timeline import chrome_trace
     from rl_core.pages import timeline as page
-    from rl_core.timeline import chrome_trace
 
     return [Screen("timeline/timeline.html", partial(page.timeline_page, run)),
             Screen("timeline/trace.json", lambda: json.dumps(chrome_trace(run)))]

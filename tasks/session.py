@@ -35,7 +35,7 @@ from rl_core.model_setup import copy_model, model_digests, set_up_model
 from rl_core.observations import observed_steps, put_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import current_revision
-from rl_core.role_models import place_roles
+from rl_core.roles.models import place_roles
 from rl_core.rollout.orders import Orders, seen
 from rl_core.rollout.prompts import PromptSource
 from rl_core.rollout.pump import Pump

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
+from rl_core.looking.timeline import as_trace, timeline
 from rl_core.pages.timeline import as_page
 from rl_core.run_dir import replace_file
-from rl_core.timeline import as_trace, timeline
 from tasks.inspection import open_run
 from tasks.paths import run_dir
 

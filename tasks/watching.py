@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rl_core.looking.watching import Sight, Watch
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import json_values, newest_attempt, owner_is_alive
-from rl_core.watching import Sight, Watch
 from tasks.inspection import cause_of, open_run, read_result, read_status, state_of
 from tasks.paths import run_dir
 

@@ -17,7 +17,7 @@ from rl_core.learner.micro import Micro
 from rl_core.learner.policy import Policy
 from rl_core.learner.ranks import reshard
 from rl_core.learner.roles import Roles
-from rl_core.role_plan import asked_roles
+from rl_core.roles.plan import asked_roles
 
 
 @dataclass(frozen=True, slots=True)

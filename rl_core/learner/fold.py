@@ -41,8 +41,8 @@ from rl_core.learner.step_metrics import (
 from rl_core.metrics import MAX_PARTS, part_metrics
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import config_of, trained_by
-from rl_core.role_models import role_directories
-from rl_core.role_plan import policy_learns
+from rl_core.roles.models import role_directories
+from rl_core.roles.plan import policy_learns
 from rl_core.run_dir import RunDir
 from rl_core.schedules import learning_rate
 from rl_core.types import Claim, WeightVersion

@@ -20,7 +20,7 @@ from rl_core.learner.critic import Critic, load_critic
 from rl_core.learner.optimizer import full_weights, load_optimizer, load_weights, make_optimizer, optimizer_tensors
 from rl_core.learner.policy import Policy, dtype_of, load_policy
 from rl_core.learner.ranks import Ranks
-from rl_core.role_plan import asked_roles
+from rl_core.roles.plan import asked_roles
 from rl_core.weights import digest_tensors
 
 REFERENCE, CRITIC, MOMENTS = "reference", "critic", "critic-optimizer"

@@ -26,7 +26,7 @@ from rl_core.learner.ranks import Ranks, reshard, to_list
 from rl_core.learner.roles import Roles
 from rl_core.learner.sums import MAXIMA, TOTALS, stack
 from rl_core.learner.updates import Updates
-from rl_core.role_plan import asked_roles
+from rl_core.roles.plan import asked_roles
 
 
 def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks, batch: TensorDict,

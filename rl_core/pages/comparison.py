@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.comparison import Difference, caveats, changed_settings, check_comparable, compare
-from rl_core.curves import SMOOTH_STEPS, Curve, read_curve, smooth
 from rl_core.gaps import Gaps
+from rl_core.looking.comparison import Difference, caveats, changed_settings, check_comparable, compare
+from rl_core.looking.curves import SMOOTH_STEPS, Curve, read_curve, smooth
 from rl_core.pages.page import asset, page, text
 from rl_core.run_dir import RunDir
 
@@ -21,7 +21,7 @@ COLOURS = 6
 
 
 def comparison_page(runs: Sequence[RunDir]) -> str:
-    """The first run is what the others are compared with. Raises ConfigError (rl_core/comparison.py)."""
+    """The first run is what the others are compared with. Raises ConfigError (rl_core/looking/comparison.py)."""
     check_comparable(runs)
     gaps = Gaps()
     curves = [read_curve(run, gaps) for run in runs]

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rl_core.comparison import Difference
-from rl_core.night_text import WORDS, interval, number
-from rl_core.nights import Night, Outcome
+from rl_core.looking.comparison import Difference
+from rl_core.nightly.nights import Night, Outcome
+from rl_core.nightly.text import WORDS, interval, number
 from rl_core.pages.page import asset, page, text
 
 WIDTH, HEIGHT = 180, 16

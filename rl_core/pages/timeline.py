@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rl_core.looking.timeline import Lane, Timeline, timeline
 from rl_core.pages.page import asset, page, text
 from rl_core.run_dir import RunDir
-from rl_core.timeline import Lane, Timeline, timeline
 
 SCRIPTS = ("timeline_data.js", "timeline_layout.js", "timeline_draw.js", "timeline.js")
 

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rl_core.nights import NightDir, Outcome, read_outcome
+from rl_core.nightly.nights import NightDir, Outcome, read_outcome
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import newest_attempt
 from tasks import kept, silent_runs

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from rl_core.looking.timeline import Bar, Counter, Lane, Mark, Timeline
 from rl_core.pages.timeline import as_page
-from rl_core.timeline import Bar, Counter, Lane, Mark, Timeline
 from tests.browser import listened, pictured
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.browser]

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from rl_core.config import Config
-from rl_core.exposition import BY_NAME, exposition
+from rl_core.looking.exposition import BY_NAME, exposition
 from rl_core.records import put_record
 from rl_core.run_dir import RunDir
 from tasks.exposing import Endpoint, Gauges

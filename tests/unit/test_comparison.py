@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from rl_core.answers import Answer, Mode, by_prompt_of, prompts_digest
-from rl_core.comparison import Difference, caveats, changed_settings, compare
 from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.estimates import paired_difference, wilson
+from rl_core.looking.comparison import Difference, caveats, changed_settings, compare
 from rl_core.run_dir import RunDir, read_json, to_json
 from rl_core.run_identity import open_identity
 from rl_core.run_numbers import difference, mean_of_steps, ratio_of_steps, student95

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rl_core.config import Config
-from rl_core.exposition import BY_NAME, FAMILIES, Sample, exposition
+from rl_core.looking.exposition import BY_NAME, FAMILIES, Sample, exposition
 from rl_core.run_dir import RunDir
 from tasks.exposing import Endpoint, Gauges, expose
 from tasks.paths import run_dir

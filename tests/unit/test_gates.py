@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from rl_core.comparison import Better, Difference
-from rl_core.gates import NO_VALIDATION, Thresholds, best_of, judge, widened
+from rl_core.looking.comparison import Better, Difference
+from rl_core.nightly.gates import NO_VALIDATION, Thresholds, best_of, judge, widened
 
 NAN = math.nan
 BASE = "nightly-2026-11-29"

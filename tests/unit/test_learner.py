@@ -24,8 +24,8 @@ from rl_core.experience.ledger import void_step
 from rl_core.learner import batch as stages
 from rl_core.learner.learner import Learner, fold_claims
 from rl_core.learner.step_metrics import mismatch_bound
+from rl_core.looking.recorded_spans import learner_spans, stages_of, states_of
 from rl_core.loss_settings import PpoClipLoss
-from rl_core.recorded_spans import learner_spans, stages_of, states_of
 from rl_core.records import read_record
 from rl_core.run_dir import RunDir, to_json
 from rl_core.types import StepRecord

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import ConfigError, LearnerDead
-from rl_core.nights import Night, NightRun, put_night, run_keys
+from rl_core.nightly.nights import Night, NightRun, put_night, run_keys
 from rl_core.run_dir import put_if_absent, replace_file, to_json
 from tasks.night_end import compare_night, training_failure
 from tasks.night_files import TAG_NIGHT, TAG_PARENT, has_verdict, night_dir, night_of, night_tags, unfinished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_core.night_text import night_markdown, night_words
+from rl_core.nightly.text import night_markdown, night_words
 from rl_core.pages.report import night_page
 from tests.unit.test_nights import UNKNOWN, night, outcome
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.comparison import Difference
 from rl_core.errors import BrokenFile, ConfigError, EngineMismatch, LearnerDead, RewardTimeout
-from rl_core.failures import component_of, place_of
-from rl_core.gates import Judgement, Thresholds, Verdict
-from rl_core.nights import (
+from rl_core.looking.comparison import Difference
+from rl_core.looking.failures import component_of, place_of
+from rl_core.nightly.gates import Judgement, Thresholds, Verdict
+from rl_core.nightly.nights import (
     MOST_RUNS,
     Baseline,
     Compared,

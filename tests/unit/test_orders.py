@@ -145,7 +145,7 @@ def test_prompts_come_in_the_order_of_the_function(run: RunDir, work: Path, tmp_
 
 def test_the_history_is_what_has_landed_also_after_a_restart(run: RunDir) -> None:
     writer = ShardWriter(run, "w", 1, {}, False)
-    writer.land([make_group(4, n=4, rewards=[0.0, 1.0, 1.0, 0.0]), make_group(2, n=2, rewards=[0.25, 0.25])])
+    shard = writer.land([make_group(4, n=4, rewards=[0.0, 1.0, 1.0, 0.0]), make_group(2, n=2, rewards=[0.25, 0.25])])
     both = [landed(2, 0.25), landed(4, 0.5)]
     for settings, expected in ((config("backwards"), both), (config("backwards"), both), (Config(), [])):
         lock = OwnerLock(run)
@@ -156,7 +156,7 @@ def test_the_history_is_what_has_landed_also_after_a_restart(run: RunDir) -> Non
         assert [(s.prompt, s.reward) for s in found] == [(s.prompt, s.reward) for s in expected]
         assert [s.spread for s in found] == ([0.0, 1.0] if found else [])
         if not run.claim(0).exists():
-            put_claim(run, make_claim(run, [ShardRef(stream="w", seq=0)]), fsync=False)
+            put_claim(run, make_claim(run, [ShardRef(stream=shard.stream, seq=shard.seq)]), fsync=False)
 
 
 def test_a_run_on_another_runs_shards_has_no_order_to_make() -> None:

@@ -16,7 +16,7 @@ from rl_core.fork import link_tree
 from rl_core.model_setup import check_model, model_digests
 from rl_core.plan import InputFacts, describe, make_plan, parse_overrides, resolve
 from rl_core.preflight import inspect_inputs
-from rl_core.role_models import place_roles, role_directories
+from rl_core.roles.models import place_roles, role_directories
 from rl_core.run_dir import RunDir
 from rl_core.run_identity import check_inputs
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
@@ -102,7 +102,7 @@ def test_a_directory_that_cannot_be_used_is_refused_by_the_roles_name(tmp_path: 
 
 
 def test_a_model_with_fewer_rows_than_the_policy_knows_too_few_tokens(tmp_path: Path, directory: Path) -> None:
-    from rl_core.role_models import check_vocabulary
+    from rl_core.roles.models import check_vocabulary
     from rl_core.rollout.prompts import load_tokenizer
 
     facts = check_model(directory)

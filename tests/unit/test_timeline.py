@@ -17,13 +17,13 @@ import pytest
 
 from rl_core.errors import ConfigError
 from rl_core.experience.shards import ShardWriter
+from rl_core.looking.recorded_spans import stages_of, states_of
+from rl_core.looking.timeline import Bar, Lane, Timeline, chrome_trace, packed, timeline
 from rl_core.metrics import IntervalLedger
 from rl_core.pages.timeline import as_page, timeline_page
-from rl_core.recorded_spans import stages_of, states_of
 from rl_core.records import put_record, read_record
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 from rl_core.spans import SPANS, as_rows, as_spans
-from rl_core.timeline import Bar, Lane, Timeline, chrome_trace, packed, timeline
 from rl_core.types import Span, TrajectoryGroup
 from tests.builders import make_group, make_run
 from tests.looking import T0, record, small_run

@@ -20,11 +20,11 @@ import pytest
 
 from flows.watching import watch, watch_status
 from flows.watching_text import curve, stacked, wait_text, watch_line, watch_rows, who_waits
+from rl_core.looking.watching import Watch
 from rl_core.metrics import names
 from rl_core.observations import put_observation
 from rl_core.records import put_record
 from rl_core.run_dir import OwnerLock, RunDir, replace_file, to_json
-from rl_core.watching import Watch
 from tasks.paths import run_dir
 from tasks.watching import Watcher
 from tests.looking import T0, record, small_run

@@ -23,9 +23,9 @@ from typing import Any, Literal, NotRequired, TextIO, TypedDict, cast
 
 from rl_core.rollout.order_calls import OrderCalls
 from rl_core.rollout.rewards.code import CodeLimits
+from rl_core.rollout.rewards.parameters import Request
 from rl_core.rollout.rewards.results import left_out
 from rl_core.rollout.rewards.reward_model import ModelTask
-from rl_core.rollout.rewards.roles import Request
 from rl_core.rollout.rewards.signatures import Bound, bind, is_chat
 from rl_core.rollout.verdicts import Verdicts
 

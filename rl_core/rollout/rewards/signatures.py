@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from rl_core.rollout.rewards.parameters import TRUTH_NAMES, Request, Take, of_answer, truth_or_column
 from rl_core.rollout.rewards.results import as_score, only_reward
-from rl_core.rollout.rewards.roles import TRUTH_NAMES, Request, Take, of_answer, truth_or_column
 
 Signature = Literal["answer", "verl", "trl"]
 TRAINER_NAMES = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
-from rl_core.comparison import Difference
 from rl_core.estimates import Z95
+from rl_core.looking.comparison import Difference
 
 Verdict = Literal["promote", "keep", "alarm"]
 ACCURACY, THROUGHPUT, STALENESS, WASTE = "held_out_accuracy", "samples_per_s", "staleness_mean", "wasted_share"

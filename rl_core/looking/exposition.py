@@ -81,7 +81,7 @@ def exposition(samples: Iterable[Sample]) -> str:
         family = BY_NAME.get(sample.name)
         if family is None or set(sample.labels) != set(family.labels):
             raise ValueError(f"{sample.name} with labels {sorted(sample.labels)}: not in the table of "
-                             "rl_core/exposition.py")
+                             "rl_core/looking/exposition.py")
         if not math.isnan(sample.value):
             by_name.setdefault(sample.name, []).append(sample)
     lines: list[str] = []

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.comparison import Difference
-from rl_core.nights import Night, Outcome
+from rl_core.looking.comparison import Difference
+from rl_core.nightly.nights import Night, Outcome
 from rl_core.run_dir import json_values
 
 WORDS = {"promote": "promoted", "keep": "kept, the baseline stays", "alarm": "alarm, the baseline stays"}

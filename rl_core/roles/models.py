@@ -12,7 +12,7 @@ from typing import Any, cast
 from rl_core.config import Config, LearnerConfig
 from rl_core.errors import ConfigError, refuse
 from rl_core.model_setup import ModelFacts, check_model, copy_model, loaded_bytes, model_digests
-from rl_core.role_plan import ROLES, Role, asked_roles, role_paths
+from rl_core.roles.plan import ROLES, Role, asked_roles, role_paths
 from rl_core.run_dir import RunDir
 
 

@@ -20,8 +20,7 @@ from rl_core.gaps import Gaps, found
 from rl_core.group_facts import GroupFacts, read_group_facts
 from rl_core.history import read_history
 from rl_core.landed_groups import Shard, read_shards
-from rl_core.metrics import State
-from rl_core.recorded_spans import (
+from rl_core.looking.recorded_spans import (
     GroupTimes,
     by_worker,
     group_times,
@@ -30,6 +29,7 @@ from rl_core.recorded_spans import (
     states_of,
     worker_spans,
 )
+from rl_core.metrics import State
 from rl_core.run_dir import RunDir, numbered, read_json
 from rl_core.types import Span
 

@@ -13,9 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.comparison import Difference
 from rl_core.errors import BrokenFile, ConfigError
-from rl_core.gates import Judgement, Thresholds, Verdict
+from rl_core.looking.comparison import Difference
+from rl_core.nightly.gates import Judgement, Thresholds, Verdict
 from rl_core.plan import merge
 from rl_core.run_dir import numbers, put_if_absent, read_json, to_json
 
