@@ -77,7 +77,7 @@ test-sglang: $(DEV_STAMP) $(SGLANG_STAMP)
 
 test-services: $(DEV_STAMP)
 	@$(PIP) install -qq $(CONSTRAIN) -e '.[postgres]' || echo 'psycopg could not be installed: tests of PostgreSQL are skipped'
-	$(BIN)/python -m pytest -m 'services and not browser' tests/services $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'services and not browser' -n 2 $(BY_FILE) tests/services $(PYTEST_ARGS)
 
 test-browser: $(DEV_STAMP)
 	$(need_browser)

@@ -205,6 +205,8 @@ def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
         # By default each event of a task run is a transaction of its own: a tenth of a core where steps are short.
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "50",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+        # Each connection to SQLite has a thread, which takes an arena of its own of the heap: a long run fills them all.
+        "MALLOC_ARENA_MAX": "2",
         "PREFECT__SERVER_FINAL": "1",
     }
 
