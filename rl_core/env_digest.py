@@ -7,7 +7,6 @@ a tolerance can be asked for.
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import xxhash
 
 from rl_core.config import Config
 from rl_core.hooks.loading import learner_hooks
+from rl_core.source import source_commit
 
 
 @cache
@@ -29,22 +29,6 @@ def cpu_model() -> str:
     except OSError:
         return platform.processor() or "unknown"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-@cache
-def source_commit() -> str:
-    """Commit of the source tree this package is imported from, with `+` if it was changed; `unknown` outside git."""
-    try:
-        _git("ls-files", "--error-unmatch", Path(__file__).name)  # not merely installed inside somebody's repository
-        return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no", ".") else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    here = str(Path(__file__).resolve().parent)
-    return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True, timeout=10,
-                          check=True).stdout.strip()
 
 
 def environment(config: Config, ranks: int) -> dict[str, str]:

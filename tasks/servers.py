@@ -205,8 +205,6 @@ def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
         # By default each event of a task run is a transaction of its own: a tenth of a core where steps are short.
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "50",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
-        # Each connection to SQLite has a thread, which takes an arena of its own of the heap: a long run fills them all.
-        "MALLOC_ARENA_MAX": "2",
         "PREFECT__SERVER_FINAL": "1",
     }
 
@@ -263,11 +261,11 @@ def prefect_answers(api_url: str, auth: str | None) -> bool:
 
 
 def prefect_call(api_url: str, auth: str | None, method: str, path: str,
-                 body: dict[str, Any] | list[Any] | None = None) -> Any:
+                 body: dict[str, Any] | list[Any] | None = None, timeout_s: float = 2.0) -> Any:
     """What a Prefect server answers, parsed; None where it does not, refuses, or does not know what is asked for."""
     where = urlsplit(api_url)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    connection = kind(where.netloc.rpartition("@")[2], timeout=2.0)
+    connection = kind(where.netloc.rpartition("@")[2], timeout=timeout_s)
     try:
         headers = {"Content-Type": "application/json"}
         if auth:

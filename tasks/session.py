@@ -43,6 +43,7 @@ from rl_core.run_dir import OwnerLock, RunDir, file_numbers, replace_file, self_
 from rl_core.run_identity import RunIdentity, check_inputs, open_identity, refuse_to_amend_nothing
 from rl_core.run_log import STORY, RunLog
 from rl_core.schedules import is_scheduled_checkpoint
+from rl_core.source import source_commit
 from rl_core.types import StepRecord
 from tasks import cluster, services, signals
 from tasks.artifacts import ProgressArtifact, tell_link
@@ -501,8 +502,6 @@ def _validator_spec(session: Session) -> cluster.ActorSpec:
 
 def _tags(session: Session) -> dict[str, str]:
     """Facts of this start for MLflow: what may change from attempt to attempt is a tag, never a param."""
-    from rl_core.env_digest import source_commit  # imports torch, which the start has loaded by now
-
     found = {"headway.preset": session.identity.preset, "headway.attempt": str(session.attempt),
              "prefect.flow_run_id": str(flow_run.get_id() or ""), "headway.commit": source_commit()}
     if session.identity.forked_from is not None:

@@ -57,7 +57,8 @@ class KeptHome(Home):
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """What the Prefect server answers to its owner."""
-        return servers.prefect_call(f"{self.prefect_page}/api", servers.prefect_auth(self.path), method, path, body)
+        return servers.prefect_call(f"{self.prefect_page}/api", servers.prefect_auth(self.path), method, path, body,
+                                    timeout_s=30)
 
     def shell(self, script: str, timeout_s: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """A script of a plain shell that has `headway`, `prefect` and `mlflow` of this environment on its path."""

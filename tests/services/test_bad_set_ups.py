@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -143,8 +144,9 @@ def postgres(tmp_path: Path) -> Iterator[str]:
     if user:
         for path in (data, secret):
             shutil.chown(path, "postgres", "postgres")
-        for parent in (tmp_path, *list(tmp_path.parents)[:3]):
-            if parent.name.startswith(("pytest-", tmp_path.name)):
+        top = Path(tempfile.gettempdir())
+        for parent in (tmp_path, *tmp_path.parents):
+            if top in parent.parents:
                 parent.chmod(0o755)
     subprocess.run([*user, str(programs / "initdb"), "-D", str(data), "-U", "headway", "--auth=scram-sha-256",
                     f"--pwfile={secret}"], check=True, capture_output=True)
