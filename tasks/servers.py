@@ -66,8 +66,10 @@ from mlflow.cli import cli
 cli()
 """
 """`mlflow server` behind a database that is whole and of its schema; one process, so that MLflow is imported once."""
-NO_AUTOMATIONS = {"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false"}
-"""A server for one run has no automations: what looks for them at each event would cost it time, and memory."""
+FOR_ONE_RUN = {"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
+               "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false"}
+"""A server for one run has no automations and no page with a feed of events: three of them for each step would cost it
+transactions, and memory, as long as the run is. Task runs, states, logs and artifacts are kept."""
 TREE = Path(__file__).resolve().parent.parent
 HEARTBEAT_S = 30
 """A flow run says that it lives this often (Prefect's least); by default 180 s."""

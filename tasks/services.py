@@ -308,7 +308,7 @@ def _start_prefect(start: _Start) -> None:
     address = f"http://{HOST}:{port}/api"
     base, log = start.home / "prefect", start.state_dir / "prefect.log"
     base.mkdir(parents=True, exist_ok=True)
-    env = servers.prefect_env(start.home, port, auth) | servers.NO_AUTOMATIONS | _mark(start.state_dir)
+    env = servers.prefect_env(start.home, port, auth) | servers.FOR_ONE_RUN | _mark(start.state_dir)
     with servers.first_start(base):
         process = servers.spawn(servers.prefect_command(port), env, cwd=base, log=log)
         start.note("prefect", process, address)
