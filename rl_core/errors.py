@@ -52,6 +52,14 @@ class FilterTimeout(FilterError):
     """A group filter that did not answer by its deadline; its process was ended."""
 
 
+class SessionError(ValueError):
+    """A session function raised, hung, or asked what cannot be asked. Its answer is sampled again, never scored."""
+
+
+class SessionTimeout(SessionError):
+    """A session function that did not answer by its deadline; its process was ended."""
+
+
 class BrokenFile(Exception):
     """A file of a run directory that cannot be trusted."""
 
@@ -170,6 +178,10 @@ class HookFailed(RunEnded):
 
 class EngineMismatch(RunEnded):
     """Log-probs of engine and learner differ by far more than rounding on tokens of the very same weights."""
+
+
+class AdapterNotServed(EngineMismatch):
+    """An engine samples from the base model in place of the adapter that it was given."""
 
 
 class NightFailed(RunEnded):

@@ -92,7 +92,7 @@ def export(run: RunDir, out: Path, *, step: int | None = None, best: str | None 
     about = Exported(
         run_key=identity.run_key, run_uuid=identity.run_uuid, step=source.step, source=source.kind,
         version=max((known.v for known in read_versions(run).values()
-                     if (known.step, known.digest) == (source.step, kept.digest)), default=None),
+                     if (known.step, known.digest) == (source.step, kept.known_as)), default=None),
         weights_digest=kept.digest, revision=revision, config_digest=config_digest(config_of(run, revision)),
         dtype=dtype,
         best=None if judged is None else {"field": best, "value": judged.value, "step": judged.step},

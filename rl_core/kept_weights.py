@@ -14,6 +14,9 @@ from torch import Tensor
 from rl_core.best import Best, best_by_field, known_fields
 from rl_core.checkpoint import MANIFEST, at_or_before, checkpoints, read_parameters
 from rl_core.errors import BrokenFile, ConfigError, WeightsDamaged
+from rl_core.lora.settings import LoraConfig
+from rl_core.lora.tensors import is_adapter, merged
+from rl_core.revisions import config_of
 from rl_core.run_dir import RunDir
 from rl_core.versions import read_version, read_versions
 from rl_core.weights import WEIGHTS_FILE, digest_tensors, load_weights
@@ -44,6 +47,9 @@ class Kept:
     tensors: dict[str, Tensor]
     """Mapped files: once opened they may be pruned."""
     digest: str
+    """Of the tensors."""
+    known_as: str
+    """Digest that the run's publications of them have: of the adapter where they hold that alone."""
     judged: Best | None
     """The best validation, where that was asked for. Its step is another one than the source's where no weights of it
     are left."""
@@ -128,15 +134,38 @@ def _pick(run: RunDir, there: Sequence[Source], step: int | None, best: str | No
     return steps[-1] if step is None else step
 
 
-def _tensors(run: RunDir, source: Source) -> tuple[dict[str, Tensor], str]:
+def _tensors(run: RunDir, source: Source) -> tuple[dict[str, Tensor], str, str]:
+    """All weights, their digest, and that of their publication."""
     if source.kind == "checkpoint":
         state, tensors = read_parameters(run, source.step)
-        return tensors, state.weights_digest
+        return _whole(run, tensors, state.weights_digest)
     if source.v is not None:
         known = read_version(run, source.v)
-        return load_weights(run.weights(source.v), known), known.digest
-    tensors = {name: parameter.detach() for name, parameter in load_stock(run.model).named_parameters()}
+        return _whole(run, load_weights(run.weights(source.v), known), known.digest)
+    tensors = _initial(run)
     digest = digest_tensors(tensors.items())
+    lora = _lora(run)
+    if lora.publish == "adapter":  # what was published of it is the adapter, which does nothing yet
+        return tensors, digest, ""
     if any(known.step == 0 and known.digest != digest for known in read_versions(run).values()):
         raise WeightsDamaged(f"{run.model}: is not the model that the run published at its start")
-    return tensors, digest
+    return tensors, digest, digest
+
+
+def _initial(run: RunDir) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in load_stock(run.model).named_parameters()}
+
+
+def _lora(run: RunDir) -> LoraConfig:
+    """Of the run; a directory without settings is of one that trains all parameters."""
+    return config_of(run, 0).learner.lora if run.settings(0).exists() else LoraConfig()
+
+
+def _whole(run: RunDir, tensors: dict[str, Tensor], digest: str) -> tuple[dict[str, Tensor], str, str]:
+    """With an adapter those of the initial model, too."""
+    if not is_adapter(tensors):
+        return tensors, digest, digest
+    lora = _lora(run)
+    whole = merged(_initial(run), tensors, lora.scale)
+    found = digest_tensors(whole.items())
+    return whole, found, digest if lora.publish == "adapter" else found

@@ -19,7 +19,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rl_core.errors import ShardCorrupt
-from rl_core.experience.columns import digest_of_digests, fixed_values, list_values, nested_offsets, valid_bits
+from rl_core.experience.columns import (
+    digest_of_digests,
+    first_of_session,
+    fixed_values,
+    list_values,
+    nested_offsets,
+    valid_bits,
+)
 from rl_core.experience.facts import members_of, starts_of
 from rl_core.experience.reader import ensure_not_retired, retired_shards
 from rl_core.experience.verify import digested_batch, shard_key
@@ -34,7 +41,8 @@ OF_GROUP = ("group_id", "state", "step", "data_source", "dataset_epoch", "positi
 """Columns that an answer takes from its group."""
 INTS = pa.list_(pa.int32())
 ANSWER_SCHEMA = pa.schema([
-    *(GROUP_SCHEMA.field(name) for name in OF_GROUP), ("answer", pa.int32()), ("reward", pa.float32()),
+    *(GROUP_SCHEMA.field(name) for name in OF_GROUP), ("answer", pa.int32()), ("session", pa.int32()),
+    ("reward", pa.float32()),
     ("correct", pa.float32()), ("extracted", pa.string()), ("length", pa.int32()), ("finish", pa.string()),
     ("versions", INTS), ("mixed", pa.bool_()), ("idx_min", pa.int32()), ("idx_max", pa.int32()), ("age", pa.int32()),
     ("seed", pa.int64())])
@@ -133,8 +141,10 @@ def _answers(batch: pa.RecordBatch, rows: pa.Table, idx_of: Mapping[int, int], *
     parent_N = np.repeat(np.arange(len(row_G)), count_G)
     _, token_offsets = nested_offsets(batch.column("response_ids"))
     finish = fixed_values(batch.column("finish_reason").values)[member_N]
+    session_N = np.cumsum(first_of_session(batch))
     columns: dict[str, Any] = {name: rows.column(name).take(pa.array(parent_N)) for name in OF_GROUP} | {
         "answer": np.arange(len(member_N)) - starts_of(count_G)[parent_N],
+        "session": session_N[member_N] - session_N[offsets[row_G]][parent_N],
         "reward": reward[member_N], "correct": _said(batch.column("correct"), member_N, offsets),
         "extracted": _said(batch.column("extracted"), member_N, offsets),
         "length": np.diff(token_offsets)[member_N],
@@ -155,6 +165,9 @@ def _with_tokens(table: pa.Table, batch: pa.RecordBatch, row_N: NDArray[np.int64
     for field in TOKEN_SCHEMA:
         if field.name == "prompt_ids":
             lists = batch.column("prompt_ids").take(pa.array(row_N))
+            own = batch.column("response_prompt_ids")
+            if own.null_count < len(own):
+                lists = pc.coalesce(_said(own, member_N, list_values(batch.column("reward"))[0]), lists)
         else:
             lists = pc.list_flatten(batch.column(field.name))  # of all answers of the shard, without a copy
             if not np.array_equal(member_N, np.arange(len(lists))):

@@ -91,7 +91,7 @@ class Measuring:
         self.engine = engine
         self._left_out = left_out
         self.prompts: tuple[Prompt, ...] = tuple(prompts)
-        self._config = config
+        self._config = self.config = config
         self._tokenizer, self._scorer = tokenizer, scorer
         self._samplings = samplings(config)
         self._shown = table_prompts(self.prompts, config.validation.table)
@@ -230,7 +230,8 @@ def open_measuring(model_dir: Path, config: Config, *, cwd: Path | None = None,
     settings = config.validation_engine
     engine = borrower or TorchEngine(
         model_dir, slots=config.validation.slots, threads=settings.threads, dtype=settings.dtype,
-        device=settings.device, max_context=config.data.max_prompt_tokens + config.validation_tokens)
+        device=settings.device, max_context=config.data.max_prompt_tokens + config.validation_tokens,
+        adapter_scale=config.learner.lora.scale)
     measuring = Measuring(config, engine=engine, tokenizer=tokenizer, scorer=scorer, prompts=held_out.prompts,
                           left_out=held_out.kept.dropped)
     try:

@@ -2,13 +2,15 @@
 
 `tiny` is made once, warmed up (tiny_model.py) and cached by the digest of everything that decides its bytes; `local` is
 checked file by file, so that what cannot be loaded is refused before any device is taken; `hf:owner/name` is downloaded
-into a local directory first. No code of a model directory is ever run. Importable without torch.
+into a local directory first, and `pip:package` stands for one that `headway fetch` has made. No code of a model
+directory is ever run. Importable without torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -21,6 +23,8 @@ import xxhash
 from rl_core.config import Config, LocalModel, TinyModel
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.hub import fetch, hub_id
+from rl_core.lora.plan import Linear
+from rl_core.packaged_models import find_packaged, packaged_model
 from rl_core.rollout.environments.sort import held_out_rows
 from rl_core.run_dir import fsync_dir, put_if_absent, read_json, to_json
 
@@ -37,6 +41,8 @@ TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 SETTINGS_FILES = ("config.json", "generation_config.json")
 HUB_FILES = (*SETTINGS_FILES, "model.safetensors", "model-*.safetensors", INDEX, *TOKENIZER_FILES, *TEMPLATE_FILES)
 """What is downloaded of a model of the hub: no code, no other formats of the same weights."""
+BLOCK_WEIGHT = re.compile(r"\.\d+\..*\.weight$")
+"""Names of weights inside a numbered block."""
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 Progress = Callable[[int, int], None]
@@ -57,6 +63,8 @@ class ModelFacts:
     vocabulary: int
     """Rows of the embedding: ids from 0."""
     eos_token_ids: tuple[int, ...]
+    layers: tuple[Linear, ...] = ()
+    """Linear layers inside the decoder's blocks, by the names and shapes of the files."""
 
 
 def set_up_model(config: Config, cache_home: Path, progress: Progress = _silent) -> Path:
@@ -75,14 +83,23 @@ def set_up_model(config: Config, cache_home: Path, progress: Progress = _silent)
 def model_directory(config: Config, local: LocalModel, cache_home: Path | None) -> Path:
     """The directory that `model.path` names, not checked; a model of the hub is downloaded to `cache_home`/hub.
 
-    Raises ConfigError where the hub has no such model or cannot be asked, DeadlinePassed (deadlines.model_setup_s).
+    Raises ConfigError where the hub has no such model or cannot be asked, or a packaged one was not fetched yet,
+    DeadlinePassed (deadlines.model_setup_s).
     """
+    packaged = packaged_model("model.path", local.path)
+    if packaged is not None:
+        return find_packaged("model.path", packaged, cache_home or Path("models"))
     wanted = hub_id("model.path", local.path)
     if wanted is None:
         return Path(local.path).expanduser()
     cache = None if cache_home is None else cache_home / "hub"
     return fetch("model.path", wanted, kind="model", patterns=HUB_FILES, cache=cache,
                  deadline_s=config.deadlines.model_setup_s)
+
+
+def is_kept_elsewhere(path: str) -> bool:
+    """Whether `model.path` names a model of a hub or an index, which a run that has begun holds its own copy of."""
+    return hub_id("model.path", path) is not None or packaged_model("model.path", path) is not None
 
 
 def _tiny(config: Config, tiny: TinyModel, cache_home: Path, progress: Progress) -> Path:
@@ -211,7 +228,9 @@ def check_model(directory: Path, *, classifier: bool = False) -> ModelFacts:
     text: dict[str, Any] = settings.get("text_config") or settings
     facts = ModelFacts(parameters=sum(_count(shape) for shape in shapes.values()),
                        context=int(text.get("max_position_embeddings") or text.get("n_positions") or 0),
-                       vocabulary=int(text.get("vocab_size") or 0), eos_token_ids=eos_token_ids(directory))
+                       vocabulary=int(text.get("vocab_size") or 0), eos_token_ids=eos_token_ids(directory),
+                       layers=tuple(Linear(name.removesuffix(".weight"), *shape) for name, shape in shapes.items()
+                                    if len(shape) == 2 and BLOCK_WEIGHT.search(name)))
     if not facts.context or not facts.vocabulary:
         _refuse(directory, "has a config.json without max_position_embeddings or without vocab_size")
     _check_tokenizer(directory, facts)

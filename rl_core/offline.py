@@ -21,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from rl_core.combinations import check_baseline_landed
 from rl_core.config import CodeConfig, Config
 from rl_core.errors import BrokenFile, ConfigError, ShardCorrupt
 from rl_core.experience.columns import fixed_values
@@ -45,7 +46,7 @@ from rl_core.types import Drop, group_id, parse_group_id
 Place = tuple[int, int]
 """(dataset epoch, position)."""
 OF_THE_SHARDS = ("group_size", "sampling.", "data.train", "data.prompt_key", "data.answer_key", "data.max_samples",
-                 "data.max_prompt_tokens", "data.overlong", "data.size")
+                 "data.max_prompt_tokens", "data.overlong", "data.size", "rollout.session")
 """Settings, or beginnings of their names, that the shards were made by."""
 OF_THE_REWARD = ("reward", "scoring.signature", "scoring.pattern", "scoring.weight", "scoring.parts",
                  *(f"scoring.code.{name}" for name in CodeConfig.model_fields))
@@ -97,14 +98,23 @@ def read_taken(run: RunDir) -> Taken | None:
 
 
 def check_agreement(source: RunDir, run_key: str, config: Config) -> None:
-    """Raises ConfigError naming every setting that shards of the run fix, and that is another one here. `source`: that
-    run, or what is kept of it."""
-    mine, theirs = flatten(config), flatten(config_of(source, current_revision(source)))
+    """Raises ConfigError naming every setting that shards of the run fix, and that is another one here, and for an
+    estimator that needs greedy baselines which they have not. `source`: that run, or what is kept of it."""
+    made_by = [config_of(source, r) for r in range(current_revision(source) + 1)]
+    mine, theirs = flatten(config), flatten(made_by[-1])
     fields = {name: (theirs.get(name), value) for name, value in mine.items()
               if name.startswith(OF_THE_SHARDS) and theirs.get(name) != value}
     if fields:
         raise ConfigError(f"the shards of run {run_key} were made with other settings: {listed(fields)}. Train on them "
                           "with theirs, or sample anew")
+    check_baseline_landed(run_key, made_by, config)
+    if config.rollout.session is not None and not is_scored_alike(source, config):
+        raise ConfigError(f"rollout.session: run {run_key} has sessions, which are scored by their last answers, and "
+                          "its answers would be scored anew one by one, by other reward settings; keep those settings")
+    if config.greedy_baseline and not is_scored_alike(source, config):
+        raise ConfigError(f"learner.advantage.name: remax needs the reward of each prompt's greedy answer, and the "
+                          f"answers of run {run_key} would be scored anew, by other reward settings, where the text of "
+                          "that one is in no shard; keep the reward settings, or use grpo, rloo or another estimator")
 
 
 def check_same_inputs(source: RunDir, run_key: str, digests: Mapping[str, str]) -> None:

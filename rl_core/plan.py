@@ -18,7 +18,13 @@ from pydantic import ValidationError
 
 from rl_core.advantage_settings import AdvantageConfig, GroupCommon
 from rl_core.best import check_best
-from rl_core.combinations import check_combination, check_lengths
+from rl_core.combinations import (
+    check_baseline,
+    check_combination,
+    check_exact,
+    check_lengths,
+    check_sessions,
+)
 from rl_core.config import (
     Config,
     EngineConfig,
@@ -31,6 +37,7 @@ from rl_core.config import (
 from rl_core.engine_plan import check_engine, copies_of_weights
 from rl_core.errors import ConfigError, refuse
 from rl_core.foreign_keys import answer
+from rl_core.lora.plan import check_publication, lora_words
 from rl_core.loss_settings import LossConfig
 from rl_core.reward_settings import check_scoring, with_task
 from rl_core.roles.plan import asked_roles, held_role_bytes, policy_learns, role_words, saved_role_bytes
@@ -214,6 +221,8 @@ class InputFacts:
     """What a person should know of the data and the reward, and what refuses nothing."""
     role_bytes: Mapping[str, int] = made_by(default_factory=dict[str, int])
     """Of the float32 parameters of every model beside the policy, by role."""
+    adapter_bytes: int = 0
+    """Of the float32 parameters of an adapter that is trained in place of the model's; 0 without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,6 +279,8 @@ def check(config: Config) -> None:
         refuse("rollout.min_group", c.min_group, f"no group of {c.group_size} can reach it; use at most group_size")
     if c.minibatch_groups > c.groups_per_step:
         refuse("learner.minibatch_groups", c.minibatch_groups, f"at most groups_per_step = {c.groups_per_step}")
+    check_publication(c)
+    check_exact(c)
     if c.staleness.effective_hard_max < c.staleness.limit:
         refuse("staleness.hard_max", c.staleness.hard_max,
                f"below ceil(staleness.bound) = {c.staleness.limit}: groups that admission allows would be dropped, "
@@ -282,6 +293,8 @@ def check(config: Config) -> None:
                    f"learner's log-probs are of it; use {off}")
     check_combination(c.learner)
     check_lengths(c)
+    check_baseline(c)
+    check_sessions(c)
     if c.offline and loss.proximal == "loglinear":
         refuse("learner.loss.proximal", "loglinear", "is reckoned by the ages of tokens, and those of another run's "
                "shards have none; use recompute")
@@ -312,9 +325,15 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     check(config)
     prompt = facts.longest_prompt if facts else config.data.max_prompt_tokens
     worst = GROUP_OVERHEAD_BYTES + BYTES_PER_TOKEN * (prompt + config.group_size * config.sampling.max_new_tokens)
+    if config.rollout.session is not None:  # each answer with a prompt of its own
+        worst += BYTES_PER_TOKEN * config.group_size * config.rollout.session_answers * (
+            config.data.max_prompt_tokens + config.sampling.max_new_tokens)
     group_bytes = worst // 2
     model_bytes = facts.model_bytes if facts else 0
-    reserve = RESERVE_BYTES + 4 * checkpoints_at_once(config) * model_bytes + (config.weights.keep + 1) * model_bytes
+    trained_bytes = (facts.adapter_bytes if facts else 0) or model_bytes
+    published_bytes = trained_bytes if config.learner.lora.publish == "adapter" else model_bytes
+    reserve = RESERVE_BYTES + 4 * checkpoints_at_once(config) * trained_bytes \
+        + (config.weights.keep + 1) * published_bytes
     of_roles: Mapping[str, int] = facts.role_bytes if facts else {}
     reserve += checkpoints_at_once(config) * saved_role_bytes(config.learner, of_roles)
     total = config.groups_per_step * config.total_steps
@@ -353,7 +372,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         group_bytes=group_bytes,
         reserve_bytes=reserve,
         disk_bytes=disk,
-        memory_bytes=model_bytes * (4 * config.learner.ranks + copies_of_weights(config) + 1)
+        memory_bytes=model_bytes * (config.learner.ranks + copies_of_weights(config) + 1)
+        + 3 * trained_bytes * config.learner.ranks
         + config.learner.ranks * held_role_bytes(of_roles),
         gpus=gpus_by_role(config),
     )
@@ -391,6 +411,10 @@ def _check_inputs(config: Config, facts: InputFacts) -> None:
         if facts.vocabulary is not None and not 0 <= token < facts.vocabulary:
             refuse("sampling.stop_token_ids", token,
                    f"outside the model's vocabulary of {facts.vocabulary}; use ids of its tokenizer")
+    if config.rollout.session is not None and config.served_tokens > facts.context:
+        refuse("data.max_prompt_tokens", config.data.max_prompt_tokens, "what a session goes on with may have so many, "
+               f"and with the longest answer {config.served_tokens}, and the model takes {facts.context} in all; lower "
+               "it")
     longest = facts.longest_prompt + config.sampling.max_new_tokens
     if longest > facts.context:
         refuse("sampling.max_new_tokens", config.sampling.max_new_tokens,
@@ -406,6 +430,8 @@ def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
     model = config.model.path or "to be set" if isinstance(config.model, LocalModel) else _tiny_words(config.model)
     known = plan.memory_bytes > 0
     bound = f"{config.staleness.bound} ({config.staleness.policy} up to {plan.staleness_hard_max})"
+    if config.staleness.exact is not None:
+        bound = f"exactly {config.staleness.exact}, of every group (staleness.exact)"
     passes = "" if plan.dataset_epochs is None else f", {plan.dataset_epochs:.2g} passes over the prompts"
     return [
         ("model", model),
@@ -420,6 +446,7 @@ def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
                     f"{config.rollout.workers} worker(s), {_engine_words(config.rollout.engine)}"),
         ("learner", f"{config.learner.ranks} rank(s), {config.learner.loss.name}, {config.learner.advantage.name}, "
                     f"lr {config.learner.lr:g}"),
+        *([("trained", lora_words(config.learner.lora))] if config.learner.lora.used else []),
         *([("beside the policy", role_words(config.learner))] if asked_roles(config.learner) else []),
         ("validation", _validation_words(config)),
         ("disk", f"about {_size(plan.disk_bytes)}{'' if known else ' beside the model'} of "

@@ -14,14 +14,16 @@ from rl_core.config import Config, DataSource, LocalModel, SglangEngineConfig, T
 from rl_core.engine_plan import missing_programs
 from rl_core.errors import ConfigError
 from rl_core.hooks.trial import check_hooks
-from rl_core.hub import hub_id
-from rl_core.model_setup import ModelFacts, check_model, loaded_bytes, model_directory
+from rl_core.lora.plan import Linear, adapter_parameters, check_installed, check_layers
+from rl_core.model_setup import ModelFacts, check_model, is_kept_elsewhere, loaded_bytes, model_directory
+from rl_core.packaged_models import missing_packaged, packaged_model
 from rl_core.plan import InputFacts
 from rl_core.roles.models import check_role_contexts, check_role_models, copied_role_bytes, role_bytes
 from rl_core.rollout.data_warnings import warnings_of
 from rl_core.rollout.group_filter import check_group_filter
 from rl_core.rollout.prompts import PromptSource, Tokenizer, load_tokenizer
 from rl_core.rollout.rewards.scoring import check_reward
+from rl_core.rollout.sessions import check_session
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
 
 TINY_CONTEXT = 2048
@@ -46,6 +48,17 @@ def left_to_set(config: Config) -> list[str]:
              "data.validation": (_first(config.data.validation), "a file, a task, or null")}
     return [f"{name}: must be set (got ''); add --set {name}=..., {what}"
             for name, (value, what) in given.items() if value == ""]
+
+
+def not_fetched(config: Config, models: Path, placed: Path | None) -> list[str]:
+    """A line for a model of a package that `headway fetch` has not taken out yet (packaged_models.py).
+
+    `models`, `placed`: as `inspect_inputs` takes them.
+    """
+    model = packaged_model("model.path", config.model.path) if isinstance(config.model, LocalModel) else None
+    if model is None or (placed is not None and placed.is_dir()):
+        return []
+    return [line for line in [missing_packaged("model.path", model, models)] if line is not None]
 
 
 def devices(config: Config) -> dict[str, str]:
@@ -84,7 +97,10 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
         if missing := missing_programs(config):
             raise ConfigError("\n".join(missing))
     found = model_inputs(config, models, placed)
-    model = found.model
+    model, lora = found.model, config.learner.lora
+    check_layers(lora, model.layers)
+    if not planned:
+        check_installed(lora)
     roles = check_role_models(config, model, found.tokenizer)
     # Lengths are exact wherever the plan could refuse one.
     room = min(model.context, config.learner.token_budget, *(role.context for role in roles.values())) \
@@ -92,6 +108,7 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
     prompts = PromptSource(config, found.tokenizer, vocab_size=model.vocabulary, exact_above=room)
     of_reward = check_reward(config, rows=prompts)
     check_group_filter(config)
+    check_session(config, found.tokenizer)
     check_hooks(config)
     lengths, known, held_out = prompts.lengths, prompts.exact, prompts.held_out
     check_role_contexts(config, roles, longest=int(lengths.max(initial=0)) + config.sampling.max_new_tokens)
@@ -100,6 +117,7 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
                        validation_rows=len(held_out.prompts), model_bytes=4 * model.parameters,
                        copied_bytes=found.copied_bytes + copied_role_bytes(config.learner),
                        role_bytes=role_bytes(config, roles, 4 * model.parameters),
+                       adapter_bytes=4 * adapter_parameters(lora, model.layers),
                        longest_validation=max((len(prompt.token_ids_P) for prompt in held_out.prompts), default=0),
                        context=model.context, vocabulary=model.vocabulary, dropped=prompts.dropped,
                        dropped_validation=held_out.kept.dropped, warnings=(*warnings_of(prompts, held_out), *of_reward))
@@ -112,8 +130,13 @@ def tiny_facts(tiny: TinyModel) -> ModelFacts:
     heads = h // TINY_HEAD
     kv = TINY_HEAD * (heads // 2 if heads % 2 == 0 else 1)
     layer = 2 * h * h + 2 * h * kv + 2 * TINY_HEAD + 3 * h * 3 * h + 2 * h
+    matrices = {"self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+                "self_attn.o_proj": (h, h), "mlp.gate_proj": (3 * h, h), "mlp.up_proj": (3 * h, h),
+                "mlp.down_proj": (h, 3 * h)}
     return ModelFacts(parameters=vocabulary * h + tiny.layers * layer + h, context=TINY_CONTEXT, vocabulary=vocabulary,
-                      eos_token_ids=(VOCABULARY.index("<|im_end|>"),))
+                      eos_token_ids=(VOCABULARY.index("<|im_end|>"),),
+                      layers=tuple(Linear(f"model.layers.{i}.{name}", *shape) for i in range(tiny.layers)
+                                   for name, shape in matrices.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +156,7 @@ def model_inputs(config: Config, models: Path | None = None, placed: Path | None
         with tempfile.TemporaryDirectory(prefix="headway-") as name:
             write_tokenizer(Path(name), model.context)
             return ModelInputs(model=model, tokenizer=load_tokenizer(Path(name)), copied_bytes=4 * model.parameters)
-    if placed is not None and placed.is_dir() and hub_id("model.path", config.model.path) is not None:
+    if placed is not None and placed.is_dir() and is_kept_elsewhere(config.model.path):
         directory = placed
     else:
         directory = model_directory(config, config.model, models)

@@ -89,7 +89,7 @@ class Lease:
     idx_dispatch: int
     """Publication index that the worker served when the lease was given."""
     n_expected: int
-    """Responses asked for."""
+    """Sessions asked for; without `rollout.session` each is one response."""
     min_group: int
     """Fewer finished responses than this is a failed group; between this and n_expected it lands as partial."""
     sampling: Sampling
@@ -123,6 +123,8 @@ class GenerateRequest:
     sampling: Sampling
     seed: int
     """Of this response alone: tokens do not depend on what else is running."""
+    trained: bool = True
+    """Whether it is data. Of one that is not (a greedy baseline) the log-probs are nobody's, and any sampling goes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,13 +179,19 @@ class Trajectory:
     turn_end: NDArray[np.int32]
     """Ends of turns; one entry for a single turn."""
     score: Score
+    """Of the session that it is of."""
     finish_reason: FinishReason
     seed: int
+    session: int | None = None
+    """Number of its session among those of the group, from 0; None: it is a session of its own."""
+    prompt_ids_P: NDArray[np.int32] | None = None
+    """What it answers; None: the group's prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryGroup:
-    """One prompt's n trajectories: the unit of advantage, of staleness and of consumption."""
+    """One prompt's n sessions, of one trajectory each or of several in order: the unit of advantage, of staleness and
+    of consumption. A session has one reward, which each of its trajectories carries."""
 
     lease: Lease
     trajectories: tuple[Trajectory, ...]
@@ -195,6 +203,9 @@ class TrajectoryGroup:
     finished_at_us: int
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
     """Small facts (retries, tool statistics)."""
+    baseline_reward: float | None = None
+    """Reward of a greedy answer to the same prompt (remax), which is not in the group; None where none was asked for.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +280,7 @@ class Claim:
     eta: str
     """The bound as decimal text: floats are not compared."""
     hard_max: int
-    policy: Literal["keep", "mask", "drop", "wait", "offline"]
+    policy: Literal["keep", "mask", "drop", "wait", "offline", "exact"]
     """`offline`: the groups are another run's, sampled by versions that this one does not have; they have no age."""
     groups: tuple[ClaimedGroup, ...]
     group_ids_digest: str
@@ -358,6 +369,8 @@ class WorkerStatus:
     """Interval ledger of this worker since its start: busy, waiting, syncing, paused; sums to its age."""
     servers: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     """Counters of its engine's servers since its start, by server; empty for an embedded engine (Engine.counters)."""
+    tokens_greedy: int = 0
+    """Of greedy baselines (remax), generated and wasted, too: their rewards land, their tokens never do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

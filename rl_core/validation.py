@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import Config
 from rl_core.measuring import Measuring, open_measuring
+from rl_core.rollout.canary import check_adapter_served
 from rl_core.rollout.engine import Loan
 from rl_core.run_dir import RunDir, file_numbers, put_if_absent, read_json, to_json
 from rl_core.types import WeightVersion
@@ -65,7 +66,7 @@ class Validator:
         ask, which serves the version; for a validator without an engine of its own.
 
         Raises DeadlinePassed (deadlines.validation_s), RewardError if no answer at all could be scored, WeightsDamaged,
-        DeadPart for a lent server that is gone.
+        DeadPart for a lent server that is gone, AdapterNotServed and EngineMismatch (rollout/canary.py).
         """
         name = f"validation-{step:09d}"
         with self._one:
@@ -89,7 +90,9 @@ class Validator:
 
     def _measure(self, version: WeightVersion, step: int) -> None:
         start = time.monotonic()
-        self._measuring.engine.swap(version, self._run.weights(version.v))
+        directory = self._run.weights(version.v)
+        self._measuring.engine.swap(version, directory)
+        check_adapter_served(self._measuring.engine, version, directory, self._measuring.config)
         measured = self._measuring.measure(begun=start)
         record = {"step": step, "v": version.v, "idx": version.idx, "digest": version.digest} | measured.fields
         record |= {"mean_length": record["greedy_length"], "seconds": time.monotonic() - start,

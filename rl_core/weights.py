@@ -24,7 +24,8 @@ from torch import Tensor
 
 from rl_core.config import Config
 from rl_core.errors import WeightsDamaged
-from rl_core.run_dir import RunDir, check_attempt, numbered
+from rl_core.lora.canary import PROBE_FILE, Probe
+from rl_core.run_dir import RunDir, check_attempt, numbered, put_if_absent, to_json
 from rl_core.types import WeightVersion
 from rl_core.versions import learn_versions, pinned_versions, put_version, read_versions
 
@@ -64,8 +65,9 @@ def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     return hasher.hexdigest()
 
 
-def write_weights(directory: Path, tensors: Mapping[str, Tensor]) -> bool:
+def write_weights(directory: Path, tensors: Mapping[str, Tensor], probe: Probe | None = None) -> bool:
     """Write the tensors as `<directory>/model.safetensors`, aside, then rename. True if this call made the directory.
+    `probe`: of the adapter in them, written beside.
 
     False leaves what is there untouched: a directory of weights never changes once it has its name. Not fsynced: every
     reader checks the digest, and bytes that a power loss tore are made again by the replay that follows it.
@@ -75,6 +77,8 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor]) -> bool:
     aside.mkdir()
     try:
         write_tensors(aside / WEIGHTS_FILE, tensors, fsync=False)
+        if probe is not None:
+            put_if_absent(aside / PROBE_FILE, to_json(probe.as_json()), fsync=False)
         try:
             os.rename(aside, directory)
         except OSError as error:
@@ -112,13 +116,13 @@ def load_weights(directory: Path, version: WeightVersion) -> dict[str, Tensor]:
 
 
 def publish(run: RunDir, tensors: Mapping[str, Tensor], step: int, idx: int, attempt: int, config: Config,
-            known: dict[int, WeightVersion] | None = None) -> WeightVersion:
+            known: dict[int, WeightVersion] | None = None, probe: Probe | None = None) -> WeightVersion:
     """Make weights behind `step` training steps a version of the run, or adopt the one that is it already.
 
     A version of the same step and digest is adopted; its bytes are written again if they are gone (shared memory after
     a reboot). Other bytes for a step that has a version take a new v (`diverged` finds them). Old bytes are pruned
-    afterwards. `known` are versions that the caller has read before (versions.learn_versions). Raises StaleAttempt if a
-    newer attempt owns the run.
+    afterwards. `known` are versions that the caller has read before (versions.learn_versions). `probe`: of an adapter
+    in them. Raises StaleAttempt if a newer attempt owns the run.
     """
     check_attempt(run, attempt)
     make_weights_root(run, config)
@@ -126,11 +130,11 @@ def publish(run: RunDir, tensors: Mapping[str, Tensor], step: int, idx: int, att
     versions = learn_versions(run, {} if known is None else known)
     for version in versions.values():
         if (version.step, version.digest) == (step, digest):
-            _ensure_bytes(run, version, tensors)
+            _ensure_bytes(run, version, tensors, probe)
             return version
     v = max(versions, default=-1) + 1
     while True:
-        if write_weights(run.weights(v), tensors) or _holds(run.weights(v), digest):
+        if write_weights(run.weights(v), tensors, probe) or _holds(run.weights(v), digest):
             version = WeightVersion(v=v, step=step, idx=idx, attempt=attempt, digest=digest)
             check_attempt(run, attempt)
             if put_version(run, version):
@@ -140,14 +144,14 @@ def publish(run: RunDir, tensors: Mapping[str, Tensor], step: int, idx: int, att
     return version
 
 
-def _ensure_bytes(run: RunDir, version: WeightVersion, tensors: Mapping[str, Tensor]) -> None:
+def _ensure_bytes(run: RunDir, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None) -> None:
     directory = run.weights(version.v)
-    if write_weights(directory, tensors) or _holds(directory, version.digest):
+    if write_weights(directory, tensors, probe) or _holds(directory, version.digest):
         return
     rotten = directory.with_name(f".{directory.name}.rotten-{secrets.token_hex(6)}.tmp")
     os.rename(directory, rotten)
     shutil.rmtree(rotten, ignore_errors=True)
-    write_weights(directory, tensors)
+    write_weights(directory, tensors, probe)
 
 
 def _holds(directory: Path, digest: str) -> bool:
@@ -170,7 +174,8 @@ def changed_share(before: Mapping[str, Tensor], now: Mapping[str, Tensor], dtype
     """
     differing = total = 0
     for name, tensor in now.items():
-        differing += int((before[name].to(dtype) != tensor.to(dtype)).sum())
+        if before[name] is not tensor:  # a frozen base is the same on both sides
+            differing += int((before[name].cpu().to(dtype) != tensor.cpu().to(dtype)).sum())
         total += tensor.numel()
     return differing / total if total else 0.0
 

@@ -10,7 +10,7 @@ from rl_core.errors import ConfigError
 from rl_core.experience.archive import try_archive
 from rl_core.experience.ledger import claimed_steps
 from rl_core.plan import Plan, differing, make_plan
-from rl_core.preflight import devices, inspect_inputs, left_to_set, missing_devices
+from rl_core.preflight import devices, inspect_inputs, left_to_set, missing_devices, not_fetched
 from rl_core.revisions import Changed, Revision
 from rl_core.run_dir import RunDir, refuse_if_alive, self_test
 from rl_core.run_identity import check_inputs, check_same_run, refuse_to_amend_nothing
@@ -47,8 +47,8 @@ def prepare(config: Config, preset: str, run_key: str | None, *, amend: bool = F
     directory of `retention.archive`, which a start creates.
 
     `run_key` None: a new one, after the preset. Raises what refuses it: ConfigError, DataError, BrokenFile. `planned`
-    warns of what a start is refused for and a plan can do without: devices of another machine, and values that the
-    preset leaves to be set.
+    warns of what a start is refused for and a plan can do without: devices of another machine, values that the preset
+    leaves to be set, and a model that is not fetched yet.
     """
     if amend and run_key is None:
         raise ConfigError("--amend: say which run, by --run-key")
@@ -62,12 +62,13 @@ def prepare(config: Config, preset: str, run_key: str | None, *, amend: bool = F
     destination(config, headway_home())
     if config.retention.archive is not None:
         try_archive(config.retention.archive, make=not planned)
-    empty = left_to_set(config) if planned else []
+    models = headway_home() / "models"
+    empty = [*left_to_set(config), *not_fetched(config, models, run.model)] if planned else []
     warnings = (*empty, *((*missing_devices(devices(config)), *missing_programs(config)) if planned else ()))
     if empty:  # no model or no prompts to look at: totals of the settings alone
         return Prepared(run_key=key, run=run, plan=make_plan(config), warnings=warnings)
     shards = check_shards(run, key, config)
-    inputs = inspect_inputs(config, headway_home() / "models", placed_model(run, config), planned=planned)
+    inputs = inspect_inputs(config, models, placed_model(run, config), planned=planned)
     check_new(run, config, inputs.prompts.digest, inputs.facts)
     if run.inputs.exists():
         check_inputs(run, {"data": inputs.prompts.digest})

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.config import Config
+from rl_core.experience.batch import session_numbers
 from rl_core.experience.ledger import put_claim
 from rl_core.experience.reader import ClaimRows
 from rl_core.experience.shards import ShardWriter
@@ -55,6 +56,15 @@ def answer_logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int], te
     return logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(list(answer))]
 
 
+def session_ordinals(groups: Sequence[TrajectoryGroup]) -> list[int]:
+    """Of every trajectory, over all groups."""
+    found: list[int] = []
+    for group in groups:
+        before = found[-1] + 1 if found else 0
+        found += [before + number for number in session_numbers(group)]
+    return found
+
+
 def rows_of(groups: Sequence[TrajectoryGroup], mine: Sequence[bool] | None = None) -> ClaimRows:
     """What a reader with every version known (idx = v) makes of these groups, built without a file."""
     answers = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
@@ -68,6 +78,10 @@ def rows_of(groups: Sequence[TrajectoryGroup], mine: Sequence[bool] | None = Non
     def per_group(values: list[Any], dtype: Any) -> Any:
         return np.array(values, dtype)
 
+    context_N: list[int] = []
+    for g, t in answers:
+        context_N.append(g if t.prompt_ids_P is None else len(prompts))
+        prompts += [] if t.prompt_ids_P is None else [t.prompt_ids_P]
     correct = [np.nan if t.score.correct is None else t.score.correct for _, t in answers]
     return ClaimRows(
         prompt_ids=flat(prompts, np.int32), prompt_offsets=np.cumsum([0, *map(len, prompts)]).astype(np.int32),
@@ -76,6 +90,9 @@ def rows_of(groups: Sequence[TrajectoryGroup], mine: Sequence[bool] | None = Non
         idx_min_G=per_group([group.idx_min for group in groups], np.int32),
         idx_max_G=per_group([group.idx_max for group in groups], np.int32),
         temperature_G=per_group([group.lease.sampling.temperature for group in groups], np.float32),
+        baseline_G=per_group([np.nan if group.baseline_reward is None else group.baseline_reward for group in groups],
+                             np.float32),
+        context_N=np.array(context_N, np.int32), session_N=np.array(session_ordinals(groups), np.int32),
         group_N=np.array([g for g, _ in answers], np.int32), correct_N=np.array(correct, np.float32),
         reward_N=np.array([t.score.reward for _, t in answers], np.float32),
         length_N=np.array([len(t.token_ids_L) for _, t in answers], np.int32),

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.browser import open_prefect
-from tests.kept import KeptHome
+from tests.kept import KeptHome, wait_until
 
-ASSISTANT_CLOSED = """if (location.protocol !== "about:") {
+ASSISTANT_CLOSED = """if (window === top && location.protocol !== "about:") {
   localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
   localStorage.setItem("mlflow.assistant.panelOpen_v1", "false");
 }"""
@@ -21,11 +21,15 @@ ASSISTANT_CLOSED = """if (location.protocol !== "about:") {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A run that has ended, as its pages name it."""
+    """A run, as its pages name it."""
 
     home: KeptHome
     key: str
     flow_run: str
+
+    def wait(self) -> None:
+        """Until it is completed."""
+        self.home.wait_for_state(self.flow_run, "COMPLETED", deadline_s=600)
 
     @property
     def mlflow_run(self) -> str:
@@ -43,9 +47,22 @@ class Shown:
 
 def run_to_show(home: KeptHome, key: str, **overrides: Any) -> Shown:
     """A run of the deployment train/adhoc, at its end."""
-    flow_run = home.submit("train/adhoc", preset="tiny-cpu", run_key=key, overrides=overrides)
-    home.wait_for_state(flow_run, "COMPLETED", deadline_s=600)
-    return Shown(home, key, flow_run)
+    shown = Shown(home, key, home.submit("train/adhoc", preset="tiny-cpu", run_key=key, overrides=overrides))
+    shown.wait()
+    return shown
+
+
+def night_to_show(home: KeptHome, **parameters: Any) -> Shown:
+    """The run of a night that has begun."""
+    flow_run = home.submit("nightly/nightly", **parameters)
+    wait_until(lambda: keys_of(home, flow_run) != [], 180, "the night has begun")
+    return Shown(home, keys_of(home, flow_run)[0], flow_run)
+
+
+def keys_of(home: KeptHome, flow_run: str) -> list[str]:
+    """The night of a flow run, where it has begun."""
+    return [place.parent.name for place in (home.path / "nights").glob("*/night.json")
+            if json.loads(place.read_text())["flow_run_id"] == flow_run]
 
 
 def mlflow_metrics(page: Any, shown: Shown) -> None:
@@ -82,6 +99,12 @@ def mlflow_traces(page: Any, shown: Shown) -> None:
     page.get_by_text("tr-").first.wait_for()
 
 
+def mlflow_model(page: Any, home: KeptHome, name: str, version: int) -> None:
+    """The page of one version of a registered model: how to serve it, and where it comes from."""
+    _open_mlflow(page, f"{home.mlflow_page}/#/models/{name}/versions/{version}")
+    page.get_by_text("headway.serve").first.wait_for()
+
+
 def _open_mlflow(page: Any, address: str) -> None:
     """Open a page of MLflow as somebody has left it who trains models, and has closed the panel of its assistant."""
     page.add_init_script(ASSISTANT_CLOSED)
@@ -93,6 +116,14 @@ def prefect_artifacts(page: Any, shown: Shown) -> None:
     open_prefect(page, shown.home, f"/runs/flow-run/{shown.flow_run}?tab=Artifacts")
     page.get_by_role("tab", name="Artifacts").click()
     page.get_by_text("mlflow-run").first.wait_for()
+
+
+def prefect_report(page: Any, shown: Shown) -> None:
+    """The report of a night, as an artifact of its flow run."""
+    found = shown.home.ask("POST", "/artifacts/filter", {"artifacts": {
+        "flow_run_id": {"any_": [shown.flow_run]}, "key": {"any_": ["night-report"]}}})
+    open_prefect(page, shown.home, f"/artifacts/artifact/{found[0]['id']}")
+    page.get_by_text("held_out_accuracy").first.wait_for()
 
 
 def prefect_form(page: Any, home: KeptHome, deployment: str) -> None:

@@ -40,6 +40,13 @@ def environment(size: int, seed: int, held_out: bool) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def session(session: dict[str, Any]) -> str | None:
+    """One more try where the first answer was wrong, with that answer in the question."""
+    if len(session["answers"]) > 1 or session["answers"][0].strip() == session["truth"]:
+        return None
+    return f"{session['prompts'][0]} not {session['answers'][0].strip() or 'nothing'} "
+
+
 def advantage(answers) -> np.ndarray:
     """The reward against the median of its group: an outlier moves it less than the mean."""
     found = np.zeros(len(answers.reward_N))

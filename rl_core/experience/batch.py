@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError
-from rl_core.experience.schema import MAX_GROUPS, TOKEN_DTYPES, cached_schema
+from rl_core.experience.schema import MAX_GROUPS, SESSION, SESSION_FIELD, TOKEN_DTYPES, cached_schema
 from rl_core.experience.staging import Staging
 from rl_core.types import FINISH_CODES, Score, Trajectory, TrajectoryGroup
 
 
 def n_tokens(group: TrajectoryGroup) -> int:
-    """Tokens of a group: the prompt once and all responses."""
-    return group.lease.prompt.token_ids_P.size + sum(t.token_ids_L.size for t in group.trajectories)
+    """Tokens of a group: the prompt once, all responses, and the prompts that some of them have of their own."""
+    own = sum(t.prompt_ids_P.size for t in group.trajectories if t.prompt_ids_P is not None)
+    return group.lease.prompt.token_ids_P.size + own + sum(t.token_ids_L.size for t in group.trajectories)
 
 
 def group_nbytes(group: TrajectoryGroup) -> int:
@@ -34,6 +36,8 @@ def group_nbytes(group: TrajectoryGroup) -> int:
     texts = sum(len(t.score.extracted or "") * 4 for t in group.trajectories)
     meta = sum(len(str(value)) * 4 for value in group.meta.values()) + len(group.lease.prompt.answer) * 6
     prompt = 4 * group.lease.prompt.token_ids_P.size
+    if any(t.prompt_ids_P is not None for t in group.trajectories):
+        prompt += 4 * sum(_prompt_of(group, t).size for t in group.trajectories)
     return 9 * tokens + prompt + 8 * runs + 64 * len(group.trajectories) + texts + meta + 512
 
 
@@ -100,8 +104,33 @@ def _refuse(groups: Sequence[TrajectoryGroup], bad_N: NDArray[np.bool_], text: s
         ordinal -= len(group.trajectories)
 
 
+def _prompt_of(group: TrajectoryGroup, trajectory: Trajectory) -> NDArray[np.int32]:
+    own = trajectory.prompt_ids_P
+    return group.lease.prompt.token_ids_P if own is None else own
+
+
+def session_numbers(group: TrajectoryGroup) -> list[int]:
+    """Number of each trajectory's session in the group. Raises DataError where some have one and others none, where
+    they are not 0, 1, 2 ... in order, and for trajectories of one session with other rewards."""
+    given = [t.session for t in group.trajectories]
+    numbers = [number for number in given if number is not None]
+    if not numbers:
+        return list(range(len(given)))
+    name = group.lease.group_id
+    if len(numbers) < len(given):
+        raise DataError(f"group {name}: {len(given) - len(numbers)} trajectories are of no session, {len(numbers)} are")
+    if numbers[0] != 0 or any(after - before not in (0, 1) for before, after in pairwise(numbers)):
+        raise DataError(f"group {name}: its sessions are numbered {numbers}, not 0, 1, 2 ... one after the other")
+    for i, (before, after) in enumerate(pairwise(group.trajectories), 1):
+        if numbers[i] == numbers[i - 1] and before.score != after.score:
+            raise DataError(f"group {name}, response {i}: its reward is {after.score.reward}, that of its session "
+                            f"{before.score.reward}; a session has one score")
+    return numbers
+
+
 def _check_group(group: TrajectoryGroup) -> None:
     name, n = group.lease.group_id, len(group.trajectories)
+    n = session_numbers(group)[-1] + 1 if n else 0
     if not 1 <= n <= group.lease.n_expected:
         raise DataError(f"group {name} has {n} responses of {group.lease.n_expected} expected")
     if group.lease.prompt.token_ids_P.size == 0:
@@ -111,6 +140,8 @@ def _check_group(group: TrajectoryGroup) -> None:
     for t in group.trajectories:
         if t.finish_reason not in FINISH_CODES:
             raise DataError(f"group {name}: an answer that ended as {t.finish_reason!r} never lands")
+        if t.prompt_ids_P is not None and t.prompt_ids_P.size == 0:
+            raise DataError(f"group {name}: a trajectory has an empty prompt of its own")
 
 
 def _check_tokens(groups: Sequence[TrajectoryGroup], trajectories: Sequence[Trajectory], length_N: NDArray[np.int32],
@@ -163,8 +194,14 @@ def groups_to_batch(groups: Sequence[TrajectoryGroup], parts: Sequence[str] | No
     schema = cached_schema(names)
     columns = _scalar_columns(groups, schema) | _token_columns(groups, schema, pool) | _response_columns(groups, schema)
     columns |= score_columns([[t.score for t in group.trajectories] for group in groups], names)
-    for name in ("response_prompt_ids", "token_reward", "baseline_reward"):
-        columns[name] = pa.nulls(len(groups), schema.field(name).type)
+    columns["baseline_reward"] = _baselines(groups)
+    columns["response_prompt_ids"] = _own_prompts(groups, schema)
+    columns["token_reward"] = pa.nulls(len(groups), schema.field("token_reward").type)
+    if any(t.session is not None for group in groups for t in group.trajectories):
+        numbers = np.array([number for group in groups for number in session_numbers(group)], np.int32)
+        outer = _offsets([len(group.trajectories) for group in groups])
+        columns[SESSION] = _lists(outer, _fixed(numbers, pa.int32()), SESSION_FIELD.type)
+        schema = schema.append(SESSION_FIELD)
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
@@ -267,6 +304,31 @@ def score_columns(scores_G: Sequence[Sequence[Score]], parts: Sequence[str]) -> 
     kept = [text for text, keep in zip(texts, keep_N.tolist(), strict=True) if keep]
     columns["extracted"] = _lists(offsets, _strings(kept, "extracted"), schema.field("extracted").type, valid_G)
     return columns
+
+
+def _own_prompts(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> pa.Array:
+    """What each response answers, whole; null for groups where all of them answer the group's prompt."""
+    kind = schema.field("response_prompt_ids").type
+    valid_G = np.array([any(t.prompt_ids_P is not None for t in group.trajectories) for group in groups])
+    if not valid_G.any():
+        return pa.nulls(len(groups), kind)
+    prompts = [[_prompt_of(group, t) for t in group.trajectories] if valid else []
+               for group, valid in zip(groups, valid_G.tolist(), strict=True)]
+    flat = [prompt for of_group in prompts for prompt in of_group]
+    ids = _fixed(_flat(flat, np.int32, "response_prompt_ids", None), pa.int32())
+    of_response = _lists(_offsets([p.size for p in flat]), ids, kind.value_type)
+    return _lists(_offsets([len(of_group) for of_group in prompts]), of_response, kind, valid_G)
+
+
+def _baselines(groups: Sequence[TrajectoryGroup]) -> pa.Array:
+    """Reward of each group's greedy answer; null where none was asked for."""
+    valid_G = np.array([group.baseline_reward is not None for group in groups])
+    reward_G = np.array([group.baseline_reward or 0.0 for group in groups], np.float32)
+    if not np.isfinite(reward_G).all():
+        bad = groups[int(np.argmin(np.isfinite(reward_G)))]
+        raise DataError(f"group {bad.lease.group_id}: the reward of its greedy answer is {bad.baseline_reward}, not "
+                        "finite")
+    return pa.Array.from_buffers(pa.float32(), len(groups), [_bitmap(valid_G), _buffer(reward_G)])
 
 
 def _said(outer: NDArray[np.int32], said_N: NDArray[np.bool_]) -> tuple[

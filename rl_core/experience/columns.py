@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rl_core.errors import ShardCorrupt
-from rl_core.experience.schema import cached_schema, schema_differs
+from rl_core.experience.schema import SESSION, cached_schema, schema_differs
 
 
 def _bytes(buffer: Any, nbytes: int) -> memoryview:
@@ -125,6 +125,17 @@ def _digests(batch: pa.RecordBatch, plans: tuple[Plan, ...]) -> dict[str, str]:
 def digest_of_digests(pairs: Iterable[tuple[str, str]]) -> str:
     """One digest over named digests in their order: the shard's identity in a claim, or the seal of its metadata."""
     return xxhash.xxh3_64_hexdigest("\n".join(f"{name}={value}" for name, value in pairs).encode())
+
+
+def first_of_session(batch: pa.RecordBatch) -> NDArray[np.bool_]:
+    """True at the first trajectory of every session of a shard, one entry per response."""
+    offsets, rewards = list_values(batch.column("reward"))
+    first_N, at = np.ones(rewards.size, np.bool_), batch.schema.get_field_index(SESSION)
+    if at >= 0:
+        numbers_N = list_values(batch.column(at))[1]
+        first_N[1:] = numbers_N[1:] != numbers_N[:-1]
+        first_N[offsets[:-1]] = True
+    return first_N
 
 
 def valid_bits(array: pa.Array) -> NDArray[np.bool_]:

@@ -27,6 +27,7 @@ from rl_core.errors import BrokenFile, DeadlinePassed, DiskQuotaTooSmall, Failur
 from rl_core.experience import admission
 from rl_core.experience.admission import AdmissionState
 from rl_core.experience.discovery import RESERVE_BYTES, Discovery, reserve_bytes
+from rl_core.experience.exact import ExactOrder
 from rl_core.experience.index import group_key
 from rl_core.experience.known import Known
 from rl_core.experience.leases import Leased
@@ -83,6 +84,7 @@ class Experience:
         self._idx_of_version: dict[int, int] = {}
         self._hold: tuple[int, float] | None = None
         self._goal = goal
+        self._exact = ExactOrder.of(config)
         self._reserve = RESERVE_BYTES
         self._free = shutil.disk_usage(run.root).free
         self.makes_room = False
@@ -285,7 +287,11 @@ class Experience:
         return self.index.usable(self.config.idx(step)) >= self.config.groups_per_step
 
     def _held(self, step: int) -> bool:
-        """Policy `wait`: a group in flight would be over the limit one step later; in the end it is cancelled."""
+        """Policy `wait`: a group in flight would be over the limit one step later; in the end it is cancelled. Under
+        `staleness.exact`: a publication that lacks groups would lose its weights."""
+        if self._exact is not None:
+            here = self.index.held_by_publication(self.config.idx(step))
+            return self._exact.holds(step, here)
         if self.index.rule.policy != "wait":
             return False
         late = [lease for lease in self.leases.by_id.values()
@@ -354,7 +360,7 @@ class Experience:
         return stored if stored is not None and stored.step == step else None
 
     def _put_end(self, step: int, reason: Literal["data", "steps"]) -> EndOfData:
-        end = EndOfData(step=step, reason=reason, left_over=self.index.usable(self.config.idx(step)))
+        end = EndOfData(step=step, reason=reason, left_over=self.index.held(self.config.idx(step)))
         return put_end(self.run, end, revision=self.revision, attempt=self.attempt, consumer=self.consumer)
 
     def _source_ended(self) -> bool:
@@ -436,6 +442,15 @@ class Experience:
             self.leases.served[worker] = idx
             self.changed.notify_all()
 
+    def offered(self, newest_idx: int) -> int:
+        """Publication index that workers are to serve: the newest, but under `staleness.exact` the first that lacks
+        groups."""
+        if self._exact is None or self._goal is not None:
+            return newest_idx
+        with self.changed:
+            here = self.index.held_by_publication(self.config.idx(self.next_step))
+            return self._exact.offered(self.next_step, newest_idx, here)
+
     def grant(self, workers: Sequence[str]) -> list[Leased]:
         """Lease as many positions as capacity lets, each to the least loaded of these workers that has room."""
         with self.changed:
@@ -488,8 +503,8 @@ class Experience:
 
     @property
     def L(self) -> int:
-        """Usable groups that wait, at the next unclaimed step."""
-        return self.index.usable(self.config.idx(self.next_step))
+        """Groups that wait for the next unclaimed step or, under `staleness.exact`, for a later one."""
+        return self.index.held(self.config.idx(self.next_step))
 
     @property
     def F(self) -> int:
@@ -544,6 +559,8 @@ class Experience:
             have, unusable = self.index.usable(self.config.idx(step)), self._unusable_text()
             lines = [f"Step {step} needs {self.config.groups_per_step} usable groups: {have} landed, {self.F} in flight"
                      + (f", landed but unusable: {unusable}." if unusable else ".")]
+            if self._exact is not None:
+                lines.append(self._exact.explain(step, self.index.held_by_publication(self.config.idx(step))))
             if self._hold is not None:
                 lines.append("Held by staleness.policy wait: a group in flight would be over the limit one step later.")
             if not self.pumped:

@@ -12,7 +12,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rl_core.experience.columns import fixed_values, list_values, nested_offsets, valid_bits
+from rl_core.experience.columns import (
+    first_of_session,
+    fixed_values,
+    list_values,
+    nested_offsets,
+    token_values,
+    valid_bits,
+)
 
 
 def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
@@ -36,6 +43,7 @@ class ClaimFacts:
 
     def __init__(self, batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64]) -> None:
         self._batches = batches
+        self._place_G = list(zip(shard_G.tolist(), row_G.tolist(), strict=True))
         tokens = [nested_offsets(batch.column("response_ids")) for batch in batches]
         runs = [nested_offsets(batch.column("ver_run_end"))[1] for batch in batches]
         first_row = starts_of(np.array([batch.num_rows for batch in batches]))
@@ -61,6 +69,12 @@ class ClaimFacts:
     def by_response(self, name: str) -> NDArray[Any]:
         """A column of one entry per response, one entry per trajectory of the claim."""
         return np.concatenate([list_values(batch.column(name))[1] for batch in self._batches])[self.response_N]
+
+    def baseline(self) -> NDArray[np.float32]:
+        """`baseline_reward` by group; NaN where it is null."""
+        columns = [batch.column("baseline_reward") for batch in self._batches]
+        found = [np.where(valid_bits(column), fixed_values(column), np.float32(np.nan)) for column in columns]
+        return np.concatenate(found)[self.row_G]
 
     def correct(self) -> NDArray[np.float32]:
         """`correct` by trajectory; NaN for the groups where it is null."""
@@ -100,6 +114,33 @@ class ClaimFacts:
         lengths = np.diff(first)[self.row_G]
         ids = np.concatenate([values for _, values in columns])[members_of(first[self.row_G], lengths)]
         return ids, starts_of(lengths).astype(np.int32)
+
+    def sessions(self) -> NDArray[np.int32]:
+        """Number of each trajectory's session among those of the claim, ascending."""
+        number = np.cumsum(np.concatenate([first_of_session(batch) for batch in self._batches]))[self.response_N]
+        return np.cumsum(np.diff(number, prepend=-1) != 0).astype(np.int32) - np.int32(1)
+
+    def contexts(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """What trajectories answer: (token ids of all contexts, flat; their offsets; number of each trajectory's).
+
+        The first ones are the prompts of the groups, in order; behind them come those that trajectories have of their
+        own."""
+        ids, offsets = self.prompts()
+        context_N = np.repeat(np.arange(len(self._place_G), dtype=np.int32), self.n_responses_G)
+        columns = [batch.column("response_prompt_ids") for batch in self._batches]
+        if all(column.null_count == len(column) for column in columns):
+            return ids, offsets, context_N
+        pieces, starts, at = [ids], offsets.tolist(), 0
+        for g, (shard, row) in enumerate(self._place_G):
+            outer, inner, values = token_values(columns[shard])
+            for j in range(outer[row], outer[row + 1]):
+                own = values[inner[j]:inner[j + 1]]
+                if not np.array_equal(own, ids[offsets[g]:offsets[g + 1]]):
+                    context_N[at + j - outer[row]] = len(starts) - 1
+                    pieces.append(own)
+                    starts.append(starts[-1] + own.size)
+            at += int(self.n_responses_G[g])
+        return np.concatenate(pieces), np.array(starts, np.int32), context_N
 
     def runs(self, mine_N: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Version runs of the chosen trajectories, in order: (version, tokens) of each run."""

@@ -15,7 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.experience.positions import Slot
-from rl_core.experience.staleness import DROP_REASONS, MASK, OFFLINE, STALE, StalenessRule, judge, masked_tokens
+from rl_core.experience.staleness import (
+    DROP_REASONS,
+    MASK,
+    OFFLINE,
+    STALE,
+    StalenessRule,
+    is_drop,
+    judge,
+    masked_tokens,
+)
 from rl_core.experience.verify import ShardInfo, shard_key
 from rl_core.types import ClaimedGroup, Drop, group_id, parse_group_id
 
@@ -248,13 +257,22 @@ class Index:
                      spread_G=w.spread)
 
     def usable(self, idx_step: int) -> int:
-        """L: groups that a claim at this publication index would keep or mask."""
+        """Groups that a claim at this publication index would keep or mask."""
         return int(np.count_nonzero(self.verdicts(idx_step) < STALE))
+
+    def held(self, idx_step: int) -> int:
+        """L: groups that a claim at this publication index would keep or mask, or leaves to a later one."""
+        return int(np.count_nonzero(~is_drop(self.verdicts(idx_step))))
+
+    def held_by_publication(self, idx_step: int) -> dict[int, int]:
+        """L by the publication index of the oldest token."""
+        idx, count = np.unique(self.waiting.idx_min[~is_drop(self.verdicts(idx_step))], return_counts=True)
+        return dict(zip(idx.tolist(), count.tolist(), strict=True))
 
     def drops(self, idx_step: int) -> tuple[Drop, ...]:
         """The waiting groups that no claim from here on will take, and why."""
         verdict_G = self.verdicts(idx_step)
-        return self._drops(np.flatnonzero(verdict_G >= STALE), verdict_G)
+        return self._drops(np.flatnonzero(is_drop(verdict_G)), verdict_G)
 
     def _drops(self, at: NDArray[np.intp], verdict_G: NDArray[np.int8]) -> tuple[Drop, ...]:
         w = self.waiting
@@ -281,7 +299,7 @@ class Index:
         shards = sorted({self.shards[int(i)] for i in np.unique(w.shard[chosen])})
         return Selection(groups=self._groups(chosen), masked=masked,
                          shard_digests={shard_key(s.stream, s.seq): s.digest for s in shards},
-                         dropped=self._drops(np.flatnonzero(verdict_G >= STALE), verdict_G))
+                         dropped=self._drops(np.flatnonzero(is_drop(verdict_G)), verdict_G))
 
     def _in_training_order(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
         w = self.waiting

@@ -22,7 +22,7 @@ from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
 from rl_core.experience.positions import Positions, Slot
 from rl_core.experience.shards import ShardInfo
 from rl_core.experience.snapshots import read_past
-from rl_core.experience.staleness import LEASED_AGAIN, STALE, judge, rule_of
+from rl_core.experience.staleness import LEASED_AGAIN, is_drop, judge, rule_of
 from rl_core.run_dir import RunDir
 from rl_core.types import Claim, Drop, Outcome, OutcomeKind, group_id, parse_group_id
 
@@ -101,7 +101,7 @@ class Known:
             key = int(rows.key[i])
             if key in self.index.ended and key not in self.index.claimed:
                 self._note_ended(slot, key)
-        self.health.verified((verdict_G[waits_G] < STALE).tolist())
+        self.health.verified((~is_drop(verdict_G[waits_G])).tolist())
 
     def read_outcomes(self) -> bool:
         """Add the outcomes that lie in the run directory and were not known. True if there were any."""

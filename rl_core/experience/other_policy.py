@@ -103,7 +103,7 @@ def other_rule(config: Config, *, policy: Policy | None, bound: Decimal | None, 
     if hard_max is None and bound is None:
         hard_max = now.hard_max
     given: dict[str, Any] = {"policy": policy or now.policy, "bound": now.bound if bound is None else bound,
-                             "hard_max": hard_max}
+                             "hard_max": hard_max, "exact": None}
     try:
         staleness = type(now).model_validate(now.model_dump() | given)
     except ValueError as error:  # pydantic's, with its own words for each field

@@ -9,7 +9,6 @@ trajectories only, in claim order.
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ShardCorrupt, ShardR
 from rl_core.experience.columns import digest_of_digests
 from rl_core.experience.facts import ClaimFacts, starts_of
 from rl_core.experience.ledger import read_retired, retired_below
-from rl_core.experience.schema import TOKEN_DTYPES
+from rl_core.experience.schema import SESSION, TOKEN_DTYPES
+from rl_core.experience.split import split_by_length, split_by_prompt
 from rl_core.experience.staging import Staging
 from rl_core.experience.staleness import OFFLINE
 from rl_core.experience.verify import digested_batch, shard_key
@@ -42,15 +42,21 @@ class ClaimRows:
     """
 
     prompt_ids: NDArray[np.int32]
-    """Prompts of all groups, flat."""
+    """Prompts of all groups, flat; behind them those that trajectories have of their own."""
     prompt_offsets: NDArray[np.int32]
-    """[groups + 1]"""
+    """[prompts + 1], prompt g that of group g."""
+    context_N: NDArray[np.int32]
+    """Number of the prompt that the trajectory answers; its group's ordinal, but for prompts of their own."""
+    session_N: NDArray[np.int32]
+    """Ordinal of the trajectory's session in the claim; sessions and their trajectories lie in order."""
     n_expected_G: NDArray[np.int32]
     n_responses_G: NDArray[np.int32]
     idx_min_G: NDArray[np.int32]
     idx_max_G: NDArray[np.int32]
     temperature_G: NDArray[np.float32]
     """Temperature that the answers were sampled at."""
+    baseline_G: NDArray[np.float32]
+    """Reward of a greedy answer to the group's prompt; NaN where there is none."""
     group_N: NDArray[np.int32]
     """Ordinal of the trajectory's group in the claim."""
     reward_N: NDArray[np.float32]
@@ -87,24 +93,13 @@ class ClaimRows:
         return np.repeat(self.run_version_idx_R, self.run_tokens_R)
 
     @property
+    def first_N(self) -> NDArray[np.bool_]:
+        """The first trajectory of every session."""
+        return np.diff(self.session_N, prepend=-1) != 0
+
+    @property
     def groups(self) -> int:
         return self.n_responses_G.size
-
-
-def split_by_length(length_N: NDArray[np.int32], ranks: int) -> NDArray[np.int32]:
-    """Rank of every trajectory: a pure function of (lengths, ranks), longest first to the rank with the least so far.
-
-    Ties go by position, then by rank. `split_by_length(array([5, 3, 3]), 2)` -> `[0, 1, 1]`.
-    """
-    rank_N = np.zeros(len(length_N), np.int32)
-    if ranks == 1:
-        return rank_N
-    loads = [(0, rank) for rank in range(ranks)]
-    for i in np.argsort(-length_N.astype(np.int64), kind="stable").tolist():
-        load, rank = loads[0]
-        rank_N[i] = rank
-        heapq.heapreplace(loads, (load + int(length_N[i]), rank))
-    return rank_N
 
 
 def _open(path: Path, claim: Claim, expected: str | None) -> pa.RecordBatch:
@@ -157,18 +152,19 @@ def open_claim(run: RunDir, claim: Claim) -> tuple[list[pa.RecordBatch], NDArray
 
 
 def read_claim_rows(run: RunDir, claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
-                    staging: Staging | None = None) -> ClaimRows:
+                    staging: Staging | None = None, sharing_groups: int | None = None) -> ClaimRows:
     """Read what `rank` of `ranks` needs of a claim: facts of all its groups, tokens of its own trajectories.
 
     `versions` is the run's (`rl_core.versions.read_versions`). Without `staging` the buffers are new and the caller's
-    own. Raises ClaimedShardCorrupt for a shard that is gone or has changed since it was claimed, BrokenFile for a token
-    of a version that the run does not know.
+    own. `sharing_groups`: the ranks share out the answers of so many groups at a time, those to one prompt together
+    (`split_by_prompt`); None = all by length alone. Raises ClaimedShardCorrupt for a shard that is gone or has changed
+    since it was claimed, BrokenFile for a token of a version that the run does not know.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}")
     batches, shard_G, row_G = open_claim(run, claim)
     return stage_claim(batches, shard_G, row_G, claim, rank=rank, ranks=ranks, versions=versions,
-                       staging=staging or Staging())
+                       staging=staging or Staging(), sharing_groups=sharing_groups)
 
 
 def token_places(run: RunDir, claim: Claim) -> tuple[
@@ -181,21 +177,25 @@ def token_places(run: RunDir, claim: Claim) -> tuple[
 
 def stage_claim(batches: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64], row_G: NDArray[np.int64],
                 claim: Claim, *, rank: int, ranks: int, versions: Mapping[int, WeightVersion],
-                staging: Staging) -> ClaimRows:
+                staging: Staging, sharing_groups: int | None = None) -> ClaimRows:
     """The part of `read_claim_rows` after verification: choose, copy into staging, name versions."""
     facts = ClaimFacts(batches, shard_G, row_G)
-    prompt_ids, prompt_offsets = facts.prompts()
+    prompt_ids, prompt_offsets, context_N = facts.contexts()
     group_N = np.repeat(np.arange(row_G.size, dtype=np.int32), facts.n_responses_G)
-    mine_N = split_by_length(facts.length_N + (prompt_offsets[1:] - prompt_offsets[:-1])[group_N], ranks) == rank
+    prompt_N = (prompt_offsets[1:] - prompt_offsets[:-1])[context_N]
+    rank_N = split_by_length(facts.length_N + prompt_N, ranks) if sharing_groups is None else split_by_prompt(
+        facts.length_N, prompt_N, context_N, group_N // sharing_groups, ranks)
+    mine_N = rank_N == rank
     offsets = starts_of(facts.length_N[mine_N]).astype(np.int32)
     version, run_tokens = facts.runs(mine_N)
     sources, source_G = facts.texts("data_source")
     run_idx = version if claim.policy == OFFLINE else _idx_of(version, versions, claim)
     return ClaimRows(
-        prompt_ids=prompt_ids, prompt_offsets=prompt_offsets,
+        prompt_ids=prompt_ids, prompt_offsets=prompt_offsets, context_N=context_N, session_N=facts.sessions(),
         n_responses_G=facts.n_responses_G.astype(np.int32), n_expected_G=facts.by_group("n_expected"),
         idx_min_G=facts.by_group("idx_min"), idx_max_G=facts.by_group("idx_max"),
-        temperature_G=facts.by_group("sampling", "temperature"), group_N=group_N, reward_N=facts.by_response("reward"),
+        temperature_G=facts.by_group("sampling", "temperature"), baseline_G=facts.baseline(), group_N=group_N,
+        reward_N=facts.by_response("reward"),
         correct_N=facts.correct(), length_N=facts.length_N, finish_N=facts.by_response("finish_reason"), mine_N=mine_N,
         parts=facts.parts(), sources=sources, source_G=source_G, offsets=offsets, run_version_idx_R=run_idx,
         run_tokens_R=run_tokens,
@@ -251,7 +251,8 @@ def read_groups(run: RunDir, claim: Claim) -> list[dict[str, Any]]:
     """The groups of a claim for people, in training order: plain Python values, verified like any read.
 
     Each is `{group_id, position, lease_no, data_source, meta, prompt_ids, idx_min, idx_max, temperature, responses}`,
-    each response `{ids, reward, parts, correct, extracted, finish_reason, versions: [[end, version], ...], seed}`.
+    each response `{ids, reward, parts, correct, extracted, finish_reason, versions: [[end, version], ...], seed}`, and
+    where its group has such, `session` and `prompt_ids` of its own.
     Not for the hot path.
     """
     batches, shard_G, row_G = open_claim(run, claim)
@@ -266,6 +267,9 @@ def _for_people(batch: pa.RecordBatch, at: int) -> dict[str, Any]:
                   "finish_reason": _FINISH_NAMES[row["finish_reason"][j]],
                   "versions": [list(pair) for pair in zip(row["ver_run_end"][j], row["ver_run_value"][j], strict=True)],
                   "seed": row["sampling_seed"][j]} for j, ids in enumerate(row["response_ids"])]
+    for name, own in (("session", row.get(SESSION)), ("prompt_ids", row["response_prompt_ids"])):
+        if own is not None:
+            responses = [response | {name: value} for response, value in zip(responses, own, strict=True)]
     return {"group_id": row["group_id"], "position": row["position"], "lease_no": row["lease_no"],
             "data_source": row["data_source"], "meta": json.loads(row["meta_json"]), "prompt_ids": row["prompt_ids"],
             "idx_min": row["idx_min"], "idx_max": row["idx_max"], "temperature": row["sampling"]["temperature"],

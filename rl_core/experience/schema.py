@@ -22,6 +22,9 @@ TOKEN_DTYPES: dict[str, Any] = {"response_ids": np.int32, "behavior_logprobs": n
 TOKEN_COLUMNS = tuple(TOKEN_DTYPES)
 """Columns with one entry per response token; they share their offsets."""
 RUN_COLUMNS = ("ver_run_end", "ver_run_value")
+SESSION = "x_session"
+"""Extension column, in shards with a group whose sessions have several trajectories: number of each trajectory's
+session in its group, ascending."""
 
 
 def _list(item: pa.DataType, *, nullable_items: bool = False) -> pa.DataType:
@@ -32,6 +35,7 @@ def _required(name: str, kind: pa.DataType) -> pa.Field:
     return pa.field(name, kind, nullable=False)
 
 
+SESSION_FIELD = pa.field(SESSION, _list(pa.int32()), nullable=False)
 SAMPLING_TYPE = pa.struct([
     _required("temperature", pa.float32()), _required("top_p", pa.float32()), _required("top_k", pa.int32()),
     _required("min_p", pa.float32()), _required("max_new", pa.int32())])

@@ -21,6 +21,8 @@ from rl_core.config import Config
 from rl_core.types import DropReason
 
 Policy = Literal["keep", "mask", "drop", "wait"]
+EXACT: Final = "exact"
+"""Takes groups of one age alone (exact.py); for studies."""
 OFFLINE: Final = "offline"
 """Judges groups that another run has sampled: its versions are not this one's, so none has an age (offline.md 3)."""
 
@@ -32,10 +34,12 @@ ALL_MASKED: Final = 3
 FENCED: Final = 4
 FILTERED: Final = 5
 PARTIAL: Final = 6
+YOUNG: Final = 7
+"""Under EXACT: waits for the step that it is old enough for; neither usable now nor dropped."""
 
 DROP_REASONS: dict[int, DropReason] = {STALE: "stale", ALL_MASKED: "all_masked", FENCED: "fenced", FILTERED: "filtered",
                                        PARTIAL: "partial"}
-"""Verdicts that are drops. A verdict below STALE is usable."""
+"""Verdicts that are drops. A verdict below STALE is usable, YOUNG is later."""
 LEASED_AGAIN: frozenset[str] = frozenset({"stale", "all_masked", "wait_timeout", "partial", "fenced"})
 """Drop reasons after which the position is tried again; a `filtered` one is finished in its dataset epoch."""
 
@@ -44,9 +48,9 @@ LEASED_AGAIN: frozenset[str] = frozenset({"stale", "all_masked", "wait_timeout",
 class StalenessRule:
     """The policy as numbers. Bound 1.5 with policy keep: `StalenessRule(policy="keep", limit=2, hard_max=6)`."""
 
-    policy: Policy | Literal["offline"]
+    policy: Policy | Literal["offline", "exact"]
     limit: int
-    """ceil(eta)."""
+    """ceil(eta); under `exact` the age that groups are trained at."""
     hard_max: int
     """Oldest age that `keep` and `wait` train."""
     min_responses: int = 1
@@ -84,6 +88,10 @@ def judge(idx_step: int, rule: StalenessRule, *, idx_min_G: NDArray[np.int32], i
     verdict_G = np.full(idx_min_G.shape, KEEP, np.int8)
     if rule.policy == OFFLINE:
         pass  # publications of two runs are not compared
+    elif rule.policy == EXACT:
+        wanted = wanted_publication(idx_step, rule.limit)
+        verdict_G[idx_min_G < wanted] = STALE
+        verdict_G[idx_min_G > wanted] = YOUNG
     elif rule.policy == "mask":
         verdict_G[age_G > rule.limit] = MASK
         verdict_G[idx_step - idx_max_G > rule.limit] = ALL_MASKED
@@ -98,6 +106,17 @@ def judge(idx_step: int, rule: StalenessRule, *, idx_min_G: NDArray[np.int32], i
     return verdict_G
 
 
+def is_drop(verdict_G: NDArray[np.int8]) -> NDArray[np.bool_]:
+    """Which verdicts [G] are drops: no claim from this one on takes the group."""
+    return (verdict_G >= STALE) & (verdict_G != YOUNG)
+
+
+def wanted_publication(idx_step: int, exact: int) -> int:
+    """The publication that a step of publication index `idx_step` is trained on under EXACT: `exact` before it, the
+    initial weights where there is none yet."""
+    return max(0, idx_step - exact)
+
+
 def masked_tokens(idx_step: int, rule: StalenessRule, *, idx_R: NDArray[np.int32], tokens_R: NDArray[np.int32]) -> int:
     """Sampled tokens of one group that leave the loss by age: `tokens_R[r]` are of publication index `idx_R[r]`."""
     if rule.policy != "mask":
@@ -109,6 +128,9 @@ def explain(rule: StalenessRule, age: int) -> str:
     """One sentence on what happens to a group of this age, for people."""
     if age < 0:
         return f"age {age}: sampled by weights that this history does not have at this step; dropped as fenced"
+    if rule.policy == EXACT and age != rule.limit:
+        return f"age {age}: over {rule.limit}; dropped as stale under staleness.exact" if age > rule.limit else \
+            f"age {age}: waits until it is {rule.limit} publications old; of the initial weights it is trained"
     if age <= rule.limit:
         return f"age {age}: within the bound of {rule.limit}; trained"
     if rule.policy == "mask":

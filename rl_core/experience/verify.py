@@ -19,11 +19,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rl_core.errors import FormatTooNew, ShardCorrupt
-from rl_core.experience.columns import column_digests, digest_of_digests, fixed_values, list_values, token_values
+from rl_core.experience.columns import (
+    column_digests,
+    digest_of_digests,
+    first_of_session,
+    fixed_values,
+    list_values,
+    token_values,
+    valid_bits,
+)
 from rl_core.experience.schema import (
     MAX_GROUPS,
     RUN_COLUMNS,
     SCHEMA_VERSION,
+    SESSION,
     TOKEN_COLUMNS,
 )
 from rl_core.types import ShardRef, parse_group_id
@@ -60,6 +69,7 @@ class ShardInfo:
     try_no: NDArray[np.int32]
     lease_no: NDArray[np.int64]
     n_responses: NDArray[np.int32]
+    """Sessions that landed: responses, where none has several trajectories."""
     n_expected: NDArray[np.int32]
     idx_min: NDArray[np.int32]
     idx_max: NDArray[np.int32]
@@ -69,6 +79,7 @@ class ShardInfo:
     reward_spread: NDArray[np.float32]
     """Largest minus smallest reward of the group; 0 = no signal."""
     reward_mean: NDArray[np.float32]
+    """Over its sessions."""
     version_offsets: NDArray[np.int32]
     """[rows + 1]: row g has the entries [version_offsets[g], version_offsets[g + 1]) of the next two."""
     version: NDArray[np.int32]
@@ -189,6 +200,29 @@ def check_shapes(path: Path, batch: pa.RecordBatch, meta: Mapping[str, str]) -> 
     _, run_offsets, run_ends = token_values(batch.column("ver_run_end"))
     if not np.array_equal(run_ends[run_offsets[1:] - 1], np.diff(inner)):
         raise ShardCorrupt(f"{path}: ver_run_end does not end at the lengths of the responses")
+    _check_sessions(path, batch, outer)
+
+
+def _check_sessions(path: Path, batch: pa.RecordBatch, outer: NDArray[np.int32]) -> None:
+    """Sessions and prompts of their own, where a shard has them, are those of its responses, each session with one
+    reward. Raises ShardCorrupt."""
+    prompts = batch.column("response_prompt_ids")
+    if prompts.null_count < len(prompts):
+        of_row = np.diff(token_values(prompts)[0])
+        if not np.array_equal(of_row, np.where(valid_bits(prompts), np.diff(outer), 0)):
+            raise ShardCorrupt(f"{path}: response_prompt_ids does not hold a prompt for every response")
+    if (at := batch.schema.get_field_index(SESSION)) < 0:
+        return
+    offsets, numbers = list_values(batch.column(at))
+    if not np.array_equal(offsets, outer):
+        raise ShardCorrupt(f"{path}: offsets of {SESSION} and response_ids differ")
+    steps, first_N = np.diff(numbers, prepend=0), first_of_session(batch)
+    steps[outer[:-1]] = numbers[outer[:-1]]
+    if ((steps != 0) & (steps != 1)).any() or steps[outer[:-1]].any():
+        raise ShardCorrupt(f"{path}: {SESSION} does not count the sessions of every group from 0 on")
+    rewards = list_values(batch.column("reward"))[1]
+    if (rewards[1:] != rewards[:-1])[~first_N[1:]].any():
+        raise ShardCorrupt(f"{path}: trajectories of one session have other rewards")
 
 
 def verify_shard(path: Path) -> ShardInfo:
@@ -205,14 +239,16 @@ def verify_shard(path: Path) -> ShardInfo:
     edges = (np.concatenate([[0], np.cumsum(n_tokens, dtype=np.int64)]) * file_bytes) // int(n_tokens.sum())
     offsets, rewards = list_values(batch.column("reward"))
     high, low = np.maximum.reduceat(rewards, offsets[:-1]), np.minimum.reduceat(rewards, offsets[:-1])
-    mean = np.add.reduceat(rewards, offsets[:-1], dtype=np.float64) / np.diff(offsets)
+    first_N = first_of_session(batch)
+    sessions = np.add.reduceat(first_N, offsets[:-1], dtype=np.int32)
+    mean = np.add.reduceat(rewards * first_N, offsets[:-1], dtype=np.float64) / sessions
     version_offsets, version, version_tokens = _versions_of_rows(batch)
     return ShardInfo(
         ref=ShardRef(stream=meta["rl.stream"], seq=int(meta["rl.seq"])), attempt=int(meta["rl.attempt"]),
         digests={k.removeprefix(DIGEST_PREFIX): v for k, v in meta.items() if k.startswith(DIGEST_PREFIX)},
         shard_digest=digest, file_bytes=file_bytes, group_id=tuple(ids), dataset_epoch=_owned(batch, "dataset_epoch"),
         position=_owned(batch, "position"), prompt_idx=_owned(batch, "prompt_idx"), try_no=try_no,
-        lease_no=_owned(batch, "lease_no"), n_responses=_owned(batch, "n_responses"),
+        lease_no=_owned(batch, "lease_no"), n_responses=sessions,
         n_expected=_owned(batch, "n_expected"), idx_min=_owned(batch, "idx_min"), idx_max=_owned(batch, "idx_max"),
         n_tokens=n_tokens, nbytes=np.diff(edges), reward_spread=high - low, reward_mean=mean.astype(np.float32),
         version_offsets=version_offsets, version=version, version_tokens=version_tokens)

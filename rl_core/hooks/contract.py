@@ -7,6 +7,7 @@ the kinds that read tensors.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,9 @@ import numpy as np
 
 from rl_core.errors import HookFailed
 from rl_core.hooks.kinds import Kind
+from rl_core.rollout.data_rows import read_prompt
 from rl_core.rollout.order_calls import OrderCalls, is_order
+from rl_core.rollout.session_calls import SessionCalls
 from rl_core.rollout.verdicts import Verdicts
 
 Function = Callable[..., Any]
@@ -115,6 +118,32 @@ def _environment(function: Function) -> Iterator[str]:
     asked = [repr(row.get("prompt")) for row in training]
     if set(asked) & {repr(row.get("prompt")) for row in held_out}:
         yield "training and held-out rows meet: the validation would ask what was trained"
+
+
+# -- session
+
+
+def _session(function: Function) -> Iterator[str]:
+    calls = SessionCalls(function)
+
+    def session(answers: list[str], prompts: list[Any], **more: Any) -> dict[str, Any]:
+        return {"group_id": "e0-p1-t0", "session": 2, "data_source": "s", "truth": "42", "columns": {},
+                "prompts": prompts, "answers": answers, "finish_reasons": ["stop"] * len(answers), **more}
+
+    cases = [session(["42"], ["6 * 7"]), session([""], ["6 * 7"], finish_reasons=["length"]),
+             session(["41"], [[{"role": "user", "content": "6 * 7"}]]), session(["41", "42"], ["6 * 7", "again"])]
+
+    def asked() -> list[Any]:
+        return [calls.score(calls.call({"session": copy.deepcopy(case)}))["prompt"] for case in cases]
+
+    first = asked()
+    if first != asked():
+        yield "two calls with the same answers go on otherwise: how a session goes on is a function of it"
+    if all(prompt is None for prompt in first):
+        yield "ends every session that was tried behind its answers: leave rollout.session out for that"
+    for prompt in first:
+        if prompt is not None:
+            read_prompt(prompt, "what it asks next")
 
 
 # -- advantage
@@ -232,4 +261,4 @@ def _metrics(function: Function) -> Iterator[str]:
 
 CONTRACTS: dict[Kind, Contract] = {
     "reward": _reward, "group_filter": _group_filter, "sampler": _sampler, "environment": _environment,
-    "advantage": _advantage, "loss": _loss, "correction": _correction, "metrics": _metrics}
+    "session": _session, "advantage": _advantage, "loss": _loss, "correction": _correction, "metrics": _metrics}

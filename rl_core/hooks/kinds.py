@@ -8,11 +8,13 @@ from typing import Literal, get_args
 
 from rl_core.config import Config
 
-Kind = Literal["reward", "group_filter", "sampler", "environment", "advantage", "loss", "correction", "metrics"]
+Kind = Literal["reward", "group_filter", "sampler", "environment", "session", "advantage", "loss", "correction",
+               "metrics"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 FIELDS: dict[Kind, str] = {
     "reward": "reward", "group_filter": "rollout.group_filter", "sampler": "data.sampler", "environment": "data.train",
+    "session": "rollout.session",
     "advantage": "learner.advantage.path", "loss": "learner.loss.path", "correction": "learner.correction.path",
     "metrics": "learner.metrics"}
 """The setting that takes the function's path."""
@@ -30,8 +32,8 @@ class Hook:
 
 
 def hooks_of(config: Config) -> Iterator[Hook]:
-    """The hooks of a run that run in processes of Headway's: not the reward and the group filter, which have their own.
-    """
+    """The hooks of a run that run in processes of Headway's: not the reward, the group filter and the session function,
+    which have their own."""
     for field, sources in (("data.train", config.data.train), ("data.validation", config.data.validation or ())):
         for source in sources:
             if is_function(source.path):

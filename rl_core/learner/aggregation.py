@@ -16,7 +16,8 @@ from rl_core.loss_settings import Aggregation
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Counts of one minibatch over all ranks, as integers: tokens with mask 1, sequences with at least one."""
+    """Counts of one minibatch over all ranks, as integers: tokens with mask 1, sequences with at least one. The
+    trajectories of a session are one sequence."""
 
     tokens: int
     sequences: int
@@ -29,7 +30,8 @@ def aggregate(loss_S: Tensor, sequence_S: Tensor, tokens_M: Tensor, denominators
     Args:
         loss_S: token losses, masked tokens left out.
         sequence_S: int64, row of `tokens_M` that each token belongs to.
-        tokens_M: mask-1 tokens of every sequence of this rank's claim, all micro-batches together.
+        tokens_M: mask-1 tokens of the whole session that a trajectory of this rank's claim is of, all micro-batches
+            and ranks together.
         denominators: of the minibatch over all ranks; a minibatch without a token gives 0.
         max_new_tokens: the divisor of `seq_mean_token_sum_norm` (TRL's dr_grpo).
     """

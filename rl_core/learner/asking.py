@@ -13,11 +13,12 @@ from torch import Tensor
 
 from rl_core.config import LearnerConfig
 from rl_core.errors import NonFiniteTraining
+from rl_core.learner.adapter import without_adapter
 from rl_core.learner.micro import Micro
 from rl_core.learner.policy import Policy
 from rl_core.learner.ranks import reshard
 from rl_core.learner.roles import Roles
-from rl_core.roles.plan import asked_roles
+from rl_core.roles.plan import asked_roles, is_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,7 @@ def ask(roles: Roles, micros: Sequence[Micro], policy: Policy, learner: LearnerC
     for micro in micros:
         number = micro.number
         if "reference" in asked:
-            assert roles.reference is not None
-            found.reference[number] = _numbers("reference policy", roles.reference(micro.inputs).logprob_S)
+            found.reference[number] = _numbers("reference policy", _reference(roles, micro, policy, learner))
         if "teacher" in asked:
             assert roles.teacher is not None
             likely = (learner.teacher.top_k, policy.vocabulary) if learner.teacher.use == "forward_topk" else None
@@ -56,10 +56,19 @@ def ask(roles: Roles, micros: Sequence[Micro], policy: Policy, learner: LearnerC
             values = roles.critic(micro.inputs)
             found.value[number] = _numbers("critic", values.value_S)
             found.behind[number] = values.behind_Q
-    for model in (roles.reference, roles.teacher, roles.critic):
+    for model in (roles.reference, roles.teacher, roles.critic, policy if is_base(learner) else None):
         if model is not None:
             reshard(model)
     return found
+
+
+def _reference(roles: Roles, micro: Micro, policy: Policy, learner: LearnerConfig) -> Tensor:
+    """Log-probs of the reference: a model of its own, or the policy without its adapter."""
+    if is_base(learner):
+        with without_adapter(policy):
+            return policy(micro.inputs).logprob_S
+    assert roles.reference is not None
+    return roles.reference(micro.inputs).logprob_S
 
 
 def _numbers(role: str, answer_S: Tensor) -> Tensor:

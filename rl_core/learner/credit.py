@@ -20,7 +20,7 @@ from rl_core.learner.advantages.answers import Answers
 from rl_core.learner.advantages.estimate import advantages, is_per_token, needs_policy, needs_values
 from rl_core.learner.advantages.gae import ValueFacts, estimate_from_values
 from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
-from rl_core.learner.batch import answers_in, column, to_tensor
+from rl_core.learner.batch import answers_in, column, present_in, to_tensor
 from rl_core.learner.correction import correction_weights
 from rl_core.learner.kl import estimate
 from rl_core.learner.objective import correction_of
@@ -71,7 +71,7 @@ def is_made_late(learner: LearnerConfig) -> bool:
 
 def credit_of(batch: TensorDict, seen: Seen, learner: LearnerConfig, beta: float) -> Credit:
     """Token rewards and advantages of a claim. `beta`: coefficient of the KL in the reward."""
-    answers, present = answers_in(batch), column(batch, "trajectory", "present").numpy()
+    answers, present = answers_in(batch), present_in(batch)
     kl = NAN
     if learner.kl.use == "reward":
         kl_K = kl_of_tokens(seen, learner)
@@ -82,9 +82,11 @@ def credit_of(batch: TensorDict, seen: Seen, learner: LearnerConfig, beta: float
         assert seen.value_K is not None
         return Credit(advantage=to_tensor(advantage), per_token=True, kl=kl, answers=len(present),
                       values=Returns(seen.value_K, to_tensor(returned)))
-    policy = _policy_facts(answers, seen, learner) if needs_policy(learner.advantage) else None
-    found = advantages(answers, learner.advantage, present_N=present, policy=policy)
-    return Credit(advantage=to_tensor(found), per_token=is_per_token(learner.advantage), values=None, kl=kl,
+    policy = _policy_facts(batch, seen, learner) if needs_policy(learner.advantage) else None
+    found = to_tensor(advantages(answers, learner.advantage, present_N=present, policy=policy))
+    per_token = is_per_token(learner.advantage)
+    session_N = column(batch, "trajectory", "session")
+    return Credit(advantage=found if per_token else found[session_N], per_token=per_token, values=None, kl=kl,
                   answers=len(present))
 
 
@@ -111,17 +113,30 @@ def _with_values(batch: TensorDict, answers: Answers, seen: Seen,
                  learner: LearnerConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     assert seen.value_K is not None and seen.behind_N is not None and learner.advantage.name == "gae"
     cut_N = (column(batch, "trajectory", "finish") == FINISH_CODES["length"]).numpy()
+    last = _last_with_tokens(batch)
     return estimate_from_values(answers, ValueFacts(value_K=seen.value_K.double().numpy(),
-                                                    behind_N=seen.behind_N.double().numpy(), cut_N=cut_N),
+                                                    behind_N=seen.behind_N.double().numpy()[last], cut_N=cut_N[last]),
                                 learner.advantage)
 
 
-def _policy_facts(answers: Answers, seen: Seen, learner: LearnerConfig) -> PolicyFacts:
+def _last_with_tokens(batch: TensorDict) -> NDArray[np.int64]:
+    """Of every session its last trajectory with a loss token, or its last one: what stands behind that one stands
+    behind the session."""
+    session_N = column(batch, "trajectory", "session").numpy()
+    order = np.lexsort((np.arange(len(session_N)), column(batch, "trajectory", "tokens").numpy() > 0, session_N))
+    return order[np.diff(session_N[order], append=-1) != 0]
+
+
+def _policy_facts(batch: TensorDict, seen: Seen, learner: LearnerConfig) -> PolicyFacts:
+    """Of the loss tokens of the claim; a token of a session stands behind those of the trajectories before its own."""
     assert seen.proximal_K is not None and seen.squares_K is not None
-    row_K = torch.repeat_interleave(to_tensor(answers.tokens_N))
-    weight_K = correction_weights(seen.proximal_K - seen.behavior_K, row_K, len(answers.tokens_N),
-                                  correction_of(learner))
+    tokens_N = column(batch, "trajectory", "tokens")
+    row_K = torch.repeat_interleave(tokens_N)
+    weight_K = correction_weights(seen.proximal_K - seen.behavior_K, row_K, len(tokens_N), correction_of(learner))
+    length_N, session_N = (column(batch, "trajectory", name).numpy() for name in ("length", "session"))
+    before_N = np.cumsum(length_N) - length_N
+    before_N = before_N - before_N[np.diff(session_N, prepend=-1) != 0][session_N]
     return PolicyFacts(
         logprob_K=seen.proximal_K.double().numpy(), squares_K=seen.squares_K.double().numpy(),
         weight_K=(torch.ones_like(seen.proximal_K) if weight_K is None else weight_K).double().numpy(),
-        position_K=seen.position_K.long().numpy())
+        position_K=seen.position_K.long().numpy() + before_N[row_K.numpy()])

@@ -64,13 +64,17 @@ def claim_places(rows: ClaimRows) -> tuple[float, float]:
     """
     prompt_G = np.diff(rows.prompt_offsets).astype(np.float64)
     answer_N = rows.length_N.astype(np.float64)
-    pairs = (prompt_G**2).sum() / 2 + (prompt_G[rows.group_N] * answer_N + answer_N**2 / 2).sum()
+    pairs = (prompt_G**2).sum() / 2 + (prompt_G[rows.context_N] * answer_N + answer_N**2 / 2).sum()
     return float(prompt_G.sum() + answer_N.sum()), float(pairs)
 
 
-def step_flops(size: ModelSize, tokens: float, pairs: float, *, passes: int, proximal: bool) -> float:
-    """Of one training step: a backward is two forwards, so `passes` of updates are 3 each, a proximal pass is 1."""
-    return (3 * passes + int(proximal)) * size.forward_flops(tokens, pairs)
+def step_flops(size: ModelSize, tokens: float, pairs: float, *, passes: int, proximal: bool,
+               frozen: bool = False) -> float:
+    """Of one training step: a backward is two forwards, so `passes` of updates are 3 each, a proximal pass is 1.
+
+    `frozen`: under an adapter a backward is one forward, since the base has no gradient.
+    """
+    return ((2 if frozen else 3) * passes + int(proximal)) * size.forward_flops(tokens, pairs)
 
 
 @cache

@@ -89,7 +89,7 @@ def make_deterministic() -> None:
 def changed_for_engines(before: Mapping[str, Tensor], now: Mapping[str, Tensor], config: Config) -> float:
     """Share of values that differ between two publications, in the dtype of the run's engines."""
     dtype = torch.bfloat16 if config.rollout.engine.dtype == "bfloat16" else torch.float32
-    return changed_share(before, {name: tensor.cpu() for name, tensor in now.items()}, dtype)
+    return changed_share(before, now, dtype)
 
 
 class Fold:
@@ -149,8 +149,10 @@ class Fold:
         """
         claim = read_claim(self._run, step)
         known = learn_versions(self._run, self.versions if versions is None else versions)
-        return Read(claim, read_claim_rows(self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks,
-                                           versions=known, staging=staging))
+        config = self.config_of(claim.revision)
+        return Read(claim, read_claim_rows(
+            self._run, claim, rank=self._ranks.rank, ranks=self._ranks.ranks, versions=known, staging=staging,
+            sharing_groups=config.minibatch_groups if config.learner.share_prefixes else None))
 
     def compute(self, step: int, staging: Staging, ahead: Read | None = None, *, config: Config | None = None,
                 state: TrainState | None = None) -> Trained:

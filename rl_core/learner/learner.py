@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from rl_core.learner.flops import claim_places, measured_peak, step_flops
 from rl_core.learner.fold import Fold, Read, Trained, changed_for_engines, make_deterministic
 from rl_core.learner.ranks import Ranks, named_collectives
 from rl_core.learner.step_metrics import FIRST_STEPS, by_source, part_means
+from rl_core.lora.canary import Probe
 from rl_core.metrics import MAX_SPANS, IntervalLedger, utilization
 from rl_core.records import put_record, recorded_steps
 from rl_core.revisions import config_of
@@ -56,7 +57,10 @@ class Scheduled:
 
     step: int
     digest: str
+    """Of what is trained: of an adapter, where the publication may be of all weights."""
     tensors: dict[str, Tensor] | None
+    probe: Probe | None = None
+    """Of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,9 @@ class Learner:
         with self._owned(attempt), self._ledger.during("syncing"):
             begun = time.monotonic()
             weights = self._weights() if self._config.publish_every == 1 else self._scheduled.tensors
-            version = None if weights is None or self._ranks.rank else self._publish(weights)
+            state = self._fold.state
+            base = state.base()
+            version = None if weights is None or self._ranks.rank else self._publish(state.published(weights, base))
             if version is not None:
                 self._note("publish", begun, time.monotonic(), version.v)
             self._ranks.barrier()
@@ -292,11 +298,14 @@ class Learner:
             return After(digest, None, NAN)
         before = self._scheduled
         self._schedule(step + 1, digest, weights)
-        if not write or self._ranks.rank:
+        if not write:
             return After(digest, None, NAN)
         with self._ledger.during("syncing"):
-            changed = self._changed(before, weights)
-            return After(digest, self._publish(weights), changed)
+            state, base = self._fold.state, self._fold.state.base()
+            if self._ranks.rank:
+                return After(digest, None, NAN)
+            changed = self._changed(before, weights, base)
+            return After(digest, self._publish(state.published(weights, base)), changed)
 
     def _metrics(self, trained: Trained, changed: float, seconds: dict[str, float], step_s: float) -> dict[str, float]:
         """All of `names("learner")`, and the reward parts. Time and utilization count from the record before."""
@@ -320,7 +329,8 @@ class Learner:
             return NAN
         peak = measured_peak(self._ranks.device.type, learner.dtype, learner.threads) \
             if learner.peak_tflops is None else learner.peak_tflops * 1e12
-        flops = step_flops(size, *claim_places(trained.rows), passes=learner.passes, proximal=result.proximal_s > 0)
+        flops = step_flops(size, *claim_places(trained.rows), passes=learner.passes, proximal=result.proximal_s > 0,
+                           frozen=learner.lora.used)
         took_s = result.updated_s - result.first_forward_s - result.roles_s
         return flops / (took_s * peak * self._ranks.ranks)
 
@@ -352,20 +362,23 @@ class Learner:
         return self._fold.state.weights()
 
     def _schedule(self, step: int, digest: str | None, weights: dict[str, Tensor]) -> None:
-        """Remember the last scheduled publication. Its bytes are kept only where the learner moves on before the next
-        one (publish_every > 1): one copy of the weights in the host memory of rank 0."""
-        kept = None
-        if self._config.publish_every > 1 and self._ranks.rank == 0:
+        """Remember the last scheduled publication (a collective). Its bytes are kept only where the learner moves on
+        before the next one (publish_every > 1), or where they are an adapter's: one copy of what is trained in the host
+        memory of rank 0."""
+        state, kept = self._fold.state, None
+        if (self._config.publish_every > 1 or state.lora.used) and self._ranks.rank == 0:
             kept = {name: tensor.cpu().clone() for name, tensor in weights.items()}
         if digest is None:
             digest = digest_tensors(weights.items()) if self._ranks.rank == 0 else ""
-        self._scheduled = Scheduled(step, digest, kept)
+        room = self._config.data.max_prompt_tokens + self._config.sampling.max_new_tokens
+        self._scheduled = Scheduled(step, digest, kept, state.probe(weights, room))
 
-    def _publish(self, weights: dict[str, Tensor]) -> WeightVersion:
-        """Make `weights` the version of the last scheduled publication. Rank 0 alone."""
+    def _publish(self, weights: Mapping[str, Tensor]) -> WeightVersion:
+        """Make `weights`, in the form that engines are given, the version of the last scheduled publication. Rank 0
+        alone."""
         step = self._scheduled.step
         version = publish(self._run, weights, step, self._config.idx(step), self._attempt, self._config,
-                          self._fold.versions)
+                          self._fold.versions, self._scheduled.probe)
         self._fold.versions[version.v] = version
         others = [other.v for other in self._fold.versions.values()
                   if other.step == step and other.digest != version.digest]
@@ -374,15 +387,19 @@ class Learner:
                         step, version.v, version.digest, others)
         return version
 
-    def _changed(self, before: Scheduled, weights: dict[str, Tensor]) -> float:
-        """Share of values that differ from the publication before, in the engine's dtype; NaN if its bytes are gone."""
+    def _changed(self, before: Scheduled, weights: dict[str, Tensor], base: Mapping[str, Tensor]) -> float:
+        """Share of values that differ from the publication before, in the engine's dtype; NaN if its bytes are gone. Of
+        an adapter: of all weights with it. `base`: those under it."""
         known = [version.v for version in self._fold.versions.values()
                  if (version.step, version.digest) == (before.step, before.digest)]
         tensors = before.tensors
         if tensors is None and known:
             with suppress(WeightsDamaged):
                 tensors = read_tensors(self._run.weights(known[-1]) / WEIGHTS_FILE)
-        return NAN if tensors is None else changed_for_engines(tensors, weights, self._config)
+        if tensors is None:
+            return NAN
+        state = self._fold.state
+        return changed_for_engines(state.served(tensors, base), state.served(weights, base), self._config)
 
 
 def fold_claims(root: str, config: Config | None = None, steps: int | None = None) -> str:

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
 from rl_core.learner.aggregation import Denominators
-from rl_core.learner.attention import Rows
-from rl_core.learner.batch import column, layout_of, loss_tokens, to_device, to_tensor
-from rl_core.learner.packing import Pack, micro_batches, pack
+from rl_core.learner.attention import Call, Rows
+from rl_core.learner.batch import column, layout_of, loss_tokens, sessions_with, to_device, to_tensor
+from rl_core.learner.packing import Attention, Pack, micro_batches, pack
 from rl_core.learner.policy import PackInputs
 from rl_core.learner.ranks import Ranks
 
@@ -59,31 +60,48 @@ class Minibatch:
 
 
 def minibatches_of(batch: TensorDict, ranks: Ranks, *, groups: int, minibatch_groups: int,
-                   token_budget: int, behind: bool = False) -> list[Minibatch]:
+                   token_budget: int, share_prefixes: bool = True,
+                   behind: bool = False) -> list[Minibatch]:
     """Minibatches that have a loss token on any rank, cut into equally many micro-batches on every rank.
 
-    `behind`: a critic is asked for values behind the answers.
+    `share_prefixes`: a prompt is computed once for all answers to it that share a micro-batch. `behind`: a critic is
+    asked for values behind the answers.
     """
     layout = replace(layout_of(batch), behind=behind)
+    layout = layout if share_prefixes else layout.apart()
     tokens_M = loss_tokens(batch)
     count = math.ceil(groups / minibatch_groups)
-    members = [layout.group_M // minibatch_groups == i for i in range(count)]
+    of_minibatch_N = column(batch, "trajectory", "group") // minibatch_groups
+    of_minibatch_M = of_minibatch_N[column(batch, "mine")].numpy()
+    members = [of_minibatch_M == i for i in range(count)]
     parts = [micro_batches(layout, members[i], token_budget) for i in range(count)]
-    sums = ranks.sum([float(x) for i in range(count)
-                      for x in (tokens_M[members[i]].sum(), (tokens_M[members[i]] > 0).sum())])
+    sums = ranks.sum([float(tokens_M[members[i]].sum()) for i in range(count)])
+    there_N = column(batch, "trajectory", "tokens") > 0
     most = ranks.max([float(len(part)) for part in parts])
     nothing = np.zeros(0, np.int64)
     there = to_device(batch, ranks.device)
     minibatches: list[Minibatch] = []
     made = 0
     for i, part in enumerate(parts):
-        tokens, sequences = int(sums[2 * i]), int(sums[2 * i + 1])
+        tokens, sequences = int(sums[i]), sessions_with(batch, there_N & (of_minibatch_N == i))
         if tokens:
             padded = part + [nothing] * (int(most[i]) - len(part))
             micros = [_micro(there, pack(layout, sequences), made + j) for j, sequences in enumerate(padded)]
             made += len(micros)
             minibatches.append(Minibatch(i, micros, Denominators(tokens=tokens, sequences=sequences)))
     return minibatches
+
+
+def attention_of(packed: Pack, device: torch.device) -> Rows:
+    """The attention calls of a pack on the device of the model."""
+    def index(values: NDArray[np.int64]) -> Tensor:
+        return to_tensor(values).to(device, non_blocking=True)
+
+    def call(one: Attention) -> Call:
+        return Call(index(one.query), None if one.key is None else index(one.key),
+                    None if one.before_R is None else index(one.before_R))
+
+    return Rows(tuple(call(one) for one in packed.calls), index(packed.home_P))
 
 
 def _micro(batch: TensorDict, packed: Pack, number: int) -> Micro:
@@ -98,7 +116,7 @@ def _micro(batch: TensorDict, packed: Pack, number: int) -> Micro:
     input_ids = column(batch, "input_ids")
     inputs = PackInputs(
         input_ids_P=input_ids[source_P], position_ids_P=column(batch, "position_ids")[source_P],
-        rows=Rows(tuple(index(rows) for rows in packed.rows), index(packed.home_P)),
+        rows=attention_of(packed, device),
         predictor_S=index(packed.predictor_S), target_ids_S=input_ids[target_S],
         temperature_S=column(batch, "trajectory", "temperature")[row_S],
         behind_Q=index(packed.last_Q) if len(packed.last_Q) else None)

@@ -4,21 +4,23 @@
 places of one pack, `_S` loss tokens of one pack, `_Q` its trajectories, `_R` attention rows of one call, `_L` their
 padded length.
 
-A pack never pads its tokens: padding exists only inside an attention call, among rows of like length, where right
-padding under a causal mask needs no mask at all. A group's prompt is computed once per pack and every answer of the
-group attends to it and to itself (prefix sharing). The last token of an answer predicts nothing and is left out.
-Everything is a pure function of lengths and budget; ties are broken by position.
+A pack never pads its tokens: padding exists only inside an attention call, among rows of like length. A prompt is
+computed once per pack, and every answer to it attends to it and to itself (prefix sharing); answers to one prompt share
+a pack as far as the budget allows. The last token of an answer predicts nothing and is left out. Everything is a pure
+function of lengths and budget; ties are broken by position.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-LIKE_LENGTH = 0.8
-"""Rows of one attention call are at least this share of its longest."""
+LIKE_LENGTH, LIKE_TOKENS = 0.8, 16
+"""Rows of one attention call are at least this share of its longest, or shorter by so few tokens."""
 
 Ints = NDArray[np.int64]
 
@@ -37,17 +39,34 @@ class Layout:
     used_M: Ints
     """Answer tokens up to the last one in the loss; 0 = nothing of it is in the loss."""
     group_M: Ints
-    """Ordinal of its group in the claim."""
+    """Number of its prompt in the claim: the answers of a group share one, but for prompts of their own."""
     loss_T: NDArray[np.bool_]
     """Tokens in the loss, after masks."""
     behind: bool = False
     """The last token in the loss is laid out, too: a critic is asked for the value behind it."""
 
     @property
-    def rows_M(self) -> Ints:
-        """Tokens that a trajectory brings to the model: prompt and answer, without the last token in the loss, which
-        predicts nothing, unless something is asked `behind` it."""
-        return self.prompt_M + np.maximum(self.used_M - (not self.behind), 0)
+    def answer_M(self) -> Ints:
+        """Answer tokens that a trajectory brings to the model: without the last one in the loss, which predicts
+        nothing, unless something is asked `behind` it."""
+        return np.maximum(self.used_M - (not self.behind), 0)
+
+    def apart(self) -> Layout:
+        """The same with a prompt of its own for every trajectory: nothing is shared."""
+        return replace(self, group_M=np.arange(len(self.group_M)))
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention call as places: every row of it sees the keys that are not behind its query. Padding, at the end,
+    says 0."""
+
+    query: Ints
+    """`[R, Q]`"""
+    key: Ints | None = None
+    """`[R, K]`; None: the queries themselves."""
+    before_R: Ints | None = None
+    """Keys in front of the first query of each row, or one number for all rows; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +75,9 @@ class Pack:
 
     source_P: Ints
     """Token in `_T` at each place."""
-    rows: tuple[Ints, ...]
-    """One `[R, L]` per attention call: the place of each token of each row; padding (at the end) says 0."""
+    calls: tuple[Attention, ...]
     home_P: Ints
-    """Where the result of each place lies in the flattened, concatenated rows."""
+    """Where the result of each place lies in the flattened, concatenated queries."""
     predictor_S: Ints
     """Place whose output predicts each loss token."""
     target_S: Ints
@@ -96,9 +114,24 @@ def fill(lengths: Ints, budget: int) -> list[Ints]:
 
 
 def micro_batches(layout: Layout, members_M: NDArray[np.bool_], budget: int) -> list[Ints]:
-    """Trajectories of each micro-batch of one minibatch on this rank; those without a loss token are left out."""
+    """Trajectories of each micro-batch of one minibatch on this rank; those without a loss token are left out.
+
+    Answers to one prompt stay together. Those that are too many for the budget are cut into parts, longest answers
+    first, and every part has the prompt.
+    """
     chosen = np.flatnonzero(members_M & (layout.used_M > 0))
-    return [chosen[part] for part in fill(layout.rows_M[chosen], budget)]
+    order = chosen[np.argsort(layout.group_M[chosen], kind="stable")]
+    _, first = np.unique(layout.group_M[order], return_index=True)
+    parts: list[Ints] = []
+    sizes: list[int] = []
+    for same in np.split(order, first[1:]) if len(order) else []:
+        prompt, answer = int(layout.prompt_M[same[0]]), layout.answer_M[same]
+        together = prompt + int(answer.sum()) <= budget
+        for part in [np.arange(len(same))] if together else fill(answer, budget - prompt):
+            parts.append(same[part])
+            sizes.append(prompt + int(answer[part].sum()))
+    bins = fill(np.array(sizes, np.int64), budget)
+    return [np.concatenate([parts[int(i)] for i in one]) for one in bins]
 
 
 def ragged_arange(starts: Ints, lengths: Ints) -> Ints:
@@ -115,17 +148,19 @@ def pack(layout: Layout, sequences: Ints) -> Pack:
     """
     if not len(sequences):
         empty, zero = np.zeros(0, np.int64), np.zeros(1, np.int64)
-        return Pack(source_P=zero, rows=(zero[None],), home_P=zero, predictor_S=empty, target_S=empty, sequence_S=empty,
-                    last_Q=empty, order_Q=empty)
-    order = sequences[np.argsort(-layout.rows_M[sequences], kind="stable")]
-    start, prompt, used = layout.start_M[order], layout.prompt_M[order], layout.used_M[order]
-    answer = used if layout.behind else used - 1
-    _, first, mine = np.unique(layout.group_M[order], return_index=True, return_inverse=True)
+        return Pack(source_P=zero, calls=(Attention(zero[None]),), home_P=zero, predictor_S=empty, target_S=empty,
+                    sequence_S=empty, last_Q=empty, order_Q=empty)
+    order = sequences[np.argsort(-(layout.prompt_M + layout.answer_M)[sequences], kind="stable")]
+    start, prompt, used, answer = (of_M[order] for of_M in (layout.start_M, layout.prompt_M, layout.used_M,
+                                                            layout.answer_M))
+    _, first, mine, answers = np.unique(layout.group_M[order], return_index=True, return_inverse=True,
+                                        return_counts=True)
     prompt_place = np.cumsum(prompt[first]) - prompt[first]
     answer_place = int(prompt[first].sum()) + np.cumsum(answer) - answer
     prompt_at = prompt_place[mine]
     source_P = np.concatenate([ragged_arange(start[first], prompt[first]), ragged_arange(start + prompt, answer)])
-    rows, home_P = _rows(prompt, answer, prompt_at, answer_place, first, len(source_P))
+    rows = _Rows(prompt=prompt, answer=answer, prompt_at=prompt_at, answer_at=answer_place)
+    calls, home_P = _calls(rows, first, answers[mine] > 1, len(source_P))
 
     token_S = ragged_arange(start + prompt, used)
     row_S = np.repeat(np.arange(len(order)), used)
@@ -134,33 +169,91 @@ def pack(layout: Layout, sequences: Ints) -> Pack:
     t_S = token_S - (start + prompt)[row_S]
     predictor_S = np.where(t_S == 0, (prompt_at + prompt - 1)[row_S], answer_place[row_S] + t_S - 1)
     nothing = np.zeros(0, np.int64)
-    return Pack(source_P=source_P, rows=rows, home_P=home_P, predictor_S=predictor_S, target_S=token_S,
+    return Pack(source_P=source_P, calls=calls, home_P=home_P, predictor_S=predictor_S, target_S=token_S,
                 sequence_S=order[row_S], last_Q=answer_place + used - 1 if layout.behind else nothing,
                 order_Q=order if layout.behind else nothing)
 
 
-def _rows(prompt: Ints, answer: Ints, prompt_at: Ints, answer_place: Ints, first: Ints,
-          places: int) -> tuple[tuple[Ints, ...], Ints]:
-    """Attention rows in calls of like length (rows come longest first), and where each place finds its result."""
-    lengths = prompt + answer
-    owner = np.zeros(len(lengths), np.bool_)
-    owner[first] = True
-    rows: list[Ints] = []
+# -- attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of attention: tokens of prompt and answer, and the place of the first one of each."""
+
+    prompt: Ints
+    answer: Ints
+    prompt_at: Ints
+    answer_at: Ints
+
+    def at(self, chosen: Ints) -> _Rows:
+        return _Rows(self.prompt[chosen], self.answer[chosen], self.prompt_at[chosen], self.answer_at[chosen])
+
+    def places(self) -> tuple[Ints, NDArray[np.bool_]]:
+        """`[R, L]` the place of each token of each row, 0 for padding, and which of them are tokens."""
+        column = np.arange(int((self.prompt + self.answer).max()))[None]
+        place = np.where(column < self.prompt[:, None], self.prompt_at[:, None] + column,
+                         self.answer_at[:, None] + column - self.prompt[:, None])
+        real = column < (self.prompt + self.answer)[:, None]
+        return np.where(real, place, 0), real
+
+
+def _calls(rows: _Rows, first: Ints, shares: NDArray[np.bool_], places: int) -> tuple[tuple[Attention, ...], Ints]:
+    """The attention of a pack, and where each place finds its result.
+
+    A row of its own for prompt and answer costs (p + a)^2 / 2 pairs of query and key. Queries of the answer alone cost
+    a (p + a), and p^2 / 2 once for all answers to the prompt: less where answers share a prompt that is longer.
+    `first`: the longest row of each prompt; `shares`: rows whose prompt has others.
+    """
+    alone = ~shares | (rows.answer > rows.prompt)
+    whole, prompts = rows.at(np.flatnonzero(alone)), rows.at(first[~alone[first]])
+    causal = _Rows(*(np.concatenate(pair) for pair in (
+        (whole.prompt, prompts.prompt), (whole.answer, 0 * prompts.answer), (whole.prompt_at, prompts.prompt_at),
+        (whole.answer_at, prompts.answer_at))))
+    owner = np.concatenate([np.isin(np.flatnonzero(alone), first), np.ones(len(prompts.prompt), np.bool_)])
+    calls: list[Attention] = []
     home_P = np.zeros(places, np.int64)
-    base = lo = 0
+    base = 0
+    for call, decides in chain(_causal(causal, owner), _behind(rows.at(np.flatnonzero(~alone & (rows.answer > 0))))):
+        flat = base + np.arange(call.query.size).reshape(call.query.shape)
+        home_P[call.query[decides]] = flat[decides]
+        base += call.query.size
+        calls.append(call)
+    return tuple(calls), home_P
+
+
+def _causal(rows: _Rows, owner: NDArray[np.bool_]) -> Iterator[tuple[Attention, NDArray[np.bool_]]]:
+    """Calls of rows from their first token on, and which results count: of prompt tokens those of the `owner`."""
+    length = rows.prompt + rows.answer
+    order = np.argsort(-length, kind="stable")
+    for part in _alike(length[order]):
+        here = rows.at(order[part])
+        query, real = here.places()
+        in_prompt = np.arange(int(query.shape[1]))[None] < here.prompt[:, None]
+        yield Attention(query), real & (~in_prompt | owner[order[part], None])
+
+
+def _behind(rows: _Rows) -> Iterator[tuple[Attention, NDArray[np.bool_]]]:
+    """Calls of answers behind their prompts, and which results count."""
+    like = np.floor(np.log(rows.prompt) / np.log(1 / LIKE_LENGTH)).astype(np.int64)  # prompts of like length together
+    order = np.lexsort((-rows.answer, -like))
+    for rows_alike in np.split(order, np.flatnonzero(np.diff(like[order])) + 1):
+        for part in _alike(rows.answer[rows_alike]):
+            here = rows.at(rows_alike[part])
+            key, _ = here.places()
+            query, real = _Rows(0 * here.prompt, here.answer, here.prompt_at, here.answer_at).places()
+            one_length = bool((here.prompt == here.prompt[0]).all())
+            yield Attention(query, key, here.prompt[:1] if one_length else here.prompt), real
+
+
+def _alike(lengths: Ints) -> list[slice]:
+    """Cut rows that come longest first into calls of like length."""
+    parts: list[slice] = []
+    lo = 0
     while lo < len(lengths):
         longest = int(lengths[lo])
-        hi = lo + int(np.searchsorted(-lengths[lo:], -LIKE_LENGTH * longest, side="right"))
-        column = np.arange(longest)[None]
-        in_prompt = column < prompt[lo:hi, None]
-        index = np.where(in_prompt, prompt_at[lo:hi, None] + column,
-                         answer_place[lo:hi, None] + column - prompt[lo:hi, None])
-        real = column < lengths[lo:hi, None]
-        index = np.where(real, index, 0)
-        decides = real & (~in_prompt | owner[lo:hi, None])
-        flat = base + np.arange(index.size).reshape(index.shape)
-        home_P[index[decides]] = flat[decides]
-        rows.append(index)
-        base += index.size
+        least = min(LIKE_LENGTH * longest, longest - LIKE_TOKENS)
+        hi = lo + int(np.searchsorted(-lengths[lo:], -least, side="right"))
+        parts.append(slice(lo, hi))
         lo = hi
-    return tuple(rows), home_P
+    return parts

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_core.config import LearnerConfig
 from rl_core.errors import ConfigError
-from rl_core.learner.attention import ATTENTION, Rows
+from rl_core.learner.adapter import adapter_weights, add_adapter, base_weights
+from rl_core.learner.attention import ATTENTION, Call, Rows
 from rl_core.learner.logprobs import TokenLogprobs, head_likely, head_logprobs, head_others, head_squares
+from rl_core.lora.settings import LoraConfig
 
 ATTENDS_BY_ROWS = {"full_attention", "sliding_attention"}
 CHANGES_LOGITS = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
@@ -45,7 +47,7 @@ def hidden_states(model: PreTrainedModel, inputs: PackInputs) -> Tensor:
     # use_cache=False is not a detail: with a cache, stock attention lets packed sequences see each other.
     return cast(Any, model).base_model(
         input_ids=inputs.input_ids_P[None], position_ids=inputs.position_ids_P[None], attention_mask=None,
-        use_cache=False, headway_rows=inputs.rows).last_hidden_state[0]
+        use_cache=False, headway_rows=inputs.rows.afresh()).last_hidden_state[0]
 
 
 class Policy(nn.Module):
@@ -56,6 +58,8 @@ class Policy(nn.Module):
         self.model = model
         self.logits_chunk = logits_chunk
         self.dtype = dtype
+        self.adapted = False
+        """Whether it is an adapter over a frozen base that is trained."""
 
     def forward(self, inputs: PackInputs, *, entropy_gradient: bool = False, squares: bool = False,
                 others_SK: Tensor | None = None, likely: tuple[int, int] | None = None) -> TokenLogprobs:
@@ -85,8 +89,14 @@ class Policy(nn.Module):
         return int(cast(Any, self.model.config).vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by Hugging Face name, tied ones once; sharded ones as they are."""
-        return dict(self.model.named_parameters())
+        """What is trained, by Hugging Face name: all parameters, tied ones once, or those of the adapter; sharded ones
+        as they are."""
+        named = self.model.named_parameters()
+        return adapter_weights(named) if self.adapted else dict(named)
+
+    def base_weights(self) -> dict[str, Tensor]:
+        """The frozen parameters under an adapter, by the names that they have without one; without it none."""
+        return base_weights(self.model.named_parameters()) if self.adapted else {}
 
 
 def dtype_of(learner: LearnerConfig) -> torch.dtype:
@@ -95,19 +105,23 @@ def dtype_of(learner: LearnerConfig) -> torch.dtype:
 
 
 def load_policy(directory: Path, *, logits_chunk: int, dtype: torch.dtype, device: torch.device,
-                field: str = "model.path") -> Policy:
-    """Load a Hugging Face directory with float32 parameters and packed attention.
+                field: str = "model.path", lora: LoraConfig | None = None, seed: int = 0) -> Policy:
+    """Load a Hugging Face directory with float32 parameters and packed attention; with `lora` under a new adapter,
+    whose first values are a function of `seed`.
 
     Raises ConfigError (naming `field`) for an architecture whose packed sequences do not stay apart, or whose logits
-    are changed outside the head.
+    are changed outside the head, and for one that cannot have the adapter.
     """
     transformers.logging.disable_progress_bar()
     model = cast(PreTrainedModel, cast(Any, AutoModelForCausalLM).from_pretrained(
         directory, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, trust_remote_code=False))
     check_architecture(model, directory, field)
     _check_logits(model, directory, field)
+    if lora is not None and lora.used:
+        add_adapter(model, lora, seed=seed, directory=directory)
     model.eval()
     policy = Policy(model, logits_chunk=logits_chunk, dtype=dtype).to(device)
+    policy.adapted = lora is not None and lora.used
     check_apart(lambda inputs: policy(inputs).logprob_S, dtype, device, f"{field}: {directory}")
     return policy
 
@@ -137,19 +151,22 @@ APART = 1e-3
 
 @torch.no_grad()
 def check_apart(answer: Callable[[PackInputs], Tensor], dtype: torch.dtype, device: torch.device, where: str) -> None:
-    """A sequence has the same answer (log-probs, or values like them) behind another as alone: whatever mixes tokens
-    outside attention is seen. `where`: field and directory, for the ConfigError."""
-    ids = torch.tensor([1, 2, 3, 1, 3, 2], device=device)
-    here = torch.arange(3, device=device)
+    """A sequence has the same answer (log-probs, or values like them) behind another as alone, and behind a prompt that
+    it shares: whatever mixes tokens outside attention is seen. `where`: field and directory, for the ConfigError."""
+    def at(*places: int) -> Tensor:
+        return torch.tensor(places, device=device)
 
-    def answers(tokens: Tensor, rows: tuple[Tensor, ...], predictor_S: Tensor) -> Tensor:
-        home_P = torch.arange(len(tokens), device=device)
-        return answer(PackInputs(tokens, here.repeat(len(rows)), Rows(rows, home_P), predictor_S,
-                                 ids[[4, 5]], torch.ones(2, device=device)))
+    def answers(tokens: Tensor, positions: Tensor, calls: tuple[Call, ...], *predictors: int) -> Tensor:
+        rows = Rows(calls, torch.arange(len(tokens), device=device))
+        return answer(PackInputs(tokens, positions, rows, at(*predictors), at(3, 2), torch.ones(2, device=device)))
 
-    together = answers(ids, (here[None], here[None] + 3), torch.tensor([3, 4], device=device))
-    alone = answers(ids[3:], (here[None],), torch.tensor([0, 1], device=device))
-    error = float((together - alone).abs().max())
+    alone = answers(at(1, 3, 2), at(0, 1, 2), (Call(at(0, 1, 2)[None]),), 0, 1)
+    behind = answers(at(1, 2, 3, 1, 3, 2), at(0, 1, 2, 0, 1, 2),
+                     (Call(at(0, 1, 2)[None]), Call(at(3, 4, 5)[None])), 3, 4)
+    shared = answers(at(1, 2, 3, 3, 2), at(0, 1, 2, 1, 2),
+                     (Call(at(0)[None]), Call(torch.stack([at(1, 2), at(3, 4)]),
+                                              torch.stack([at(0, 1, 2), at(0, 3, 4)]), at(1))), 0, 3)
+    error = float(torch.stack([behind - alone, shared - alone]).abs().max())
     if not error < APART * (1.0 if dtype == torch.float32 else 100.0):
         raise ConfigError(f"{where}: packed sequences of this architecture see each other (log-probs "
                           f"differ by {error:.2g} nats); it cannot be trained packed")

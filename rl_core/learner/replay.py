@@ -417,7 +417,9 @@ class Walk:
         """Share of values that the publication behind step k changes; NaN where it publishes nothing."""
         if not is_scheduled_publication(step + 1, self._config) or not self._published:
             return NAN
-        return changed_for_engines(self._published, state.weights(), self._config)
+        base = state.base()
+        return changed_for_engines(state.served(self._published, base), state.served(state.weights(), base),
+                                   self._config)
 
     def _keep(self, weights: Mapping[str, Tensor], published: int) -> None:
         """Remember the weights of a publication, if the step that makes the next one is wanted."""

@@ -20,7 +20,7 @@ from rl_core.learner.critic import Critic, load_critic
 from rl_core.learner.optimizer import full_weights, load_optimizer, load_weights, make_optimizer, optimizer_tensors
 from rl_core.learner.policy import Policy, dtype_of, load_policy
 from rl_core.learner.ranks import Ranks
-from rl_core.roles.plan import asked_roles
+from rl_core.roles.plan import asked_roles, is_base
 from rl_core.weights import digest_tensors
 
 REFERENCE, CRITIC, MOMENTS = "reference", "critic", "critic-optimizer"
@@ -34,6 +34,7 @@ class Roles:
     directories: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """Where each role is loaded from."""
     reference: Policy | None = None
+    """None also where it is the base under the policy's adapter (asking.py)."""
     teacher: Policy | None = None
     critic: Critic | None = None
     optimizer: torch.optim.AdamW | None = None
@@ -49,7 +50,7 @@ class Roles:
     def prepare(self, learner: LearnerConfig, ranks: Ranks) -> None:
         """Load what these settings ask for and is not there. Raises ConfigError naming its `path`."""
         asked = asked_roles(learner)
-        if "reference" in asked and self.reference is None:
+        if "reference" in asked and self.reference is None and not is_base(learner):
             self.reference = self._frozen("reference", learner, ranks)
         if "teacher" in asked and self.teacher is None:
             self.teacher = self._frozen("teacher", learner, ranks)

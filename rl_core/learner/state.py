@@ -12,8 +12,11 @@ from rl_core.config import Config, LearnerConfig
 from rl_core.learner.flops import model_size
 from rl_core.learner.optimizer import full_weights, load_optimizer, load_weights, make_optimizer, optimizer_tensors
 from rl_core.learner.policy import Policy, dtype_of, load_policy
-from rl_core.learner.ranks import Ranks
+from rl_core.learner.probing import adapter_probe
+from rl_core.learner.ranks import Ranks, whole
 from rl_core.learner.roles import Roles
+from rl_core.lora.canary import Probe
+from rl_core.lora.tensors import merged
 
 
 class TrainState:
@@ -25,7 +28,8 @@ class TrainState:
         """The model of `directory`, with the values of a checkpoint over it if given. `roles`: models beside it."""
         learner = config.learner
         self.policy: Policy = load_policy(directory, logits_chunk=learner.logits_chunk, dtype=dtype_of(learner),
-                                          device=ranks.device)
+                                          device=ranks.device, lora=learner.lora, seed=config.seed)
+        self.lora = learner.lora
         self.size = model_size(self.policy.model)
         """None where model FLOPs cannot be counted."""
         if parameters is not None:
@@ -43,8 +47,34 @@ class TrainState:
         self.roles.compute_as(learner)
 
     def weights(self) -> dict[str, Tensor]:
-        """Full parameters by name; on one rank they are the policy's own memory, so use them before the next update."""
+        """What is trained, whole and by name: all parameters, or those of the adapter. On one rank they are the
+        policy's own memory, so use them before the next update."""
         return full_weights(self.policy)
+
+    def base(self) -> dict[str, Tensor]:
+        """The parameters under an adapter, whole and by name; none without one."""
+        return {name: whole(parameter.detach()) for name, parameter in self.policy.base_weights().items()}
+
+    def served(self, weights: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The parameters of the model that engines serve when these are the trained ones: with an adapter those of the
+        base under it, too. No collective."""
+        return merged(base, weights, self.lora.scale) if self.lora.used else weights
+
+    def published(self, weights: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What a publication of these weights holds (`learner.lora.publish`). No collective."""
+        return weights if self.lora.publish == "adapter" else self.served(weights, base)
+
+    def probe(self, weights: Mapping[str, Tensor], room: int) -> Probe | None:
+        """What the policy says of the canary's prompts when these are the trained weights; None without an adapter.
+        `room`: tokens of prompt and answer that engines take."""
+        if not self.lora.used:
+            return None
+        now = {name: tensor.clone() for name, tensor in self.weights().items()}
+        load_weights(self.policy, weights)
+        try:
+            return adapter_probe(self.policy, room)
+        finally:
+            load_weights(self.policy, now)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Full optimizer state as `<what>/<parameter>`; empty before the first update."""

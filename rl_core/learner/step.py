@@ -40,7 +40,8 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
     learner, roles = plan.learner, roles or Roles()
     check_combination(learner)
     minibatches = minibatches_of(batch, ranks, groups=plan.groups, minibatch_groups=plan.minibatch_groups,
-                                 token_budget=learner.token_budget, behind="critic" in asked_roles(learner))
+                                 token_budget=learner.token_budget, share_prefixes=learner.share_prefixes,
+                                 behind="critic" in asked_roles(learner))
     updates = learner.passes * len(minibatches) if plan.policy_learns else 0
     first_forward_s = time.monotonic()
     asked = ask(roles, [micro for one in minibatches for micro in one.micros], policy, learner)

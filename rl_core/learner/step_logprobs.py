@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rl_core.config import LearnerConfig
 from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import read_claim_rows
 from rl_core.learner import batch as stages
@@ -30,14 +31,14 @@ def step_logprobs(run: RunDir, step: int) -> StepLogprobs:
     """
     walk = Walk(run, [step])
     walk.go_to(step)
-    token_budget = walk.settings(step).learner.token_budget
-    sampled_T, minibatches = _questions(run, read_claim(run, step), walk, token_budget)
+    sampled_T, minibatches = _questions(run, read_claim(run, step), walk, walk.settings(step).learner)
     proximal_T = _asked(walk.fold.state.policy, minibatches, sampled_T)
     walk.train()
     return StepLogprobs(proximal_T=proximal_T, policy_T=_asked(walk.fold.state.policy, minibatches, sampled_T))
 
 
-def _questions(run: RunDir, claim: Claim, walk: Walk, token_budget: int) -> tuple[NDArray[np.bool_], list[Minibatch]]:
+def _questions(run: RunDir, claim: Claim, walk: Walk,
+               learner: LearnerConfig) -> tuple[NDArray[np.bool_], list[Minibatch]]:
     """Which tokens of the claim the model has sampled, and micro-batches of all of these: no mask leaves one out."""
     rows = read_claim_rows(run, claim, rank=0, ranks=1, versions=read_versions(run))
     batch = stages.assemble(rows)
@@ -45,7 +46,8 @@ def _questions(run: RunDir, claim: Claim, walk: Walk, token_budget: int) -> tupl
     stages.number_tokens(batch)
     batch["trajectory", "advantage"] = torch.zeros(len(rows.reward_N))
     return rows.loss_mask == 1, minibatches_of(batch, walk.ranks, groups=rows.groups, minibatch_groups=rows.groups,
-                                               token_budget=token_budget)
+                                               token_budget=learner.token_budget,
+                                               share_prefixes=learner.share_prefixes)
 
 
 @torch.no_grad()

@@ -58,9 +58,9 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
     """Rewards, lengths and ages of the claim. What is right: rl_core/correctness.py.
 
     A group without spread counts as right where all its answers are known to be, as wrong where one is known not to be,
-    and as neither where that is not known.
+    and as neither where that is not known. A reward of a session counts once, however many trajectories it has.
     """
-    reward_N, length_N = rows.reward_N.astype(np.float64), rows.length_N
+    reward_N, length_N, first_N = rows.reward_N.astype(np.float64), rows.length_N, rows.first_N
     known_N, whole = _known(rows)
     right_N, wrong_N = known_N > RIGHT, known_N <= RIGHT  # NaN is neither
     lowest_G, highest_G = np.full(rows.groups, np.inf), np.full(rows.groups, -np.inf)
@@ -68,16 +68,19 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
     np.maximum.at(highest_G, rows.group_N, reward_N)
     flat_G = lowest_G == highest_G
     right_G = np.bincount(rows.group_N, weights=right_N, minlength=rows.groups) == rows.n_responses_G
+    sessions_G = np.bincount(rows.group_N, weights=first_N, minlength=rows.groups)
     wrong_G = np.bincount(rows.group_N, weights=wrong_N, minlength=rows.groups) > 0
     age_G = claim.idx - rows.idx_min_G if claim.policy != OFFLINE else np.full(rows.groups, NAN)
     return {
-        "reward/mean": mean(reward_N), "reward/std": float(reward_N.std()),
-        "reward/correct": mean(known_N[np.isfinite(known_N)]) if whole else NAN,
+        "reward/mean": mean(reward_N[first_N]), "reward/std": float(reward_N[first_N].std()),
+        "reward/greedy": mean(rows.baseline_G[np.isfinite(rows.baseline_G)]),
+        "reward/correct": mean(known_N[first_N & np.isfinite(known_N)]) if whole else NAN,
         "reward/no_spread_right": mean(flat_G & right_G), "reward/no_spread_wrong": mean(flat_G & wrong_G),
         "rollout/length_mean": mean(length_N), "rollout/length_p95": p95(length_N),
         "rollout/length_right": mean(length_N[right_N]), "rollout/length_wrong": mean(length_N[wrong_N]),
         "rollout/right_length_p95": p95(length_N[right_N]), "rollout/wrong_length_p95": p95(length_N[wrong_N]),
-        "rollout/truncated": mean(rows.finish_N == 1), "rollout/partial": mean(rows.n_responses_G < rows.n_expected_G),
+        "rollout/truncated": mean(rows.finish_N == 1), "rollout/partial": mean(sessions_G < rows.n_expected_G),
+        "rollout/trajectories": len(reward_N) / int(first_N.sum()),
         "staleness/mean": mean(age_G), "staleness/p95": p95(age_G),
         "staleness/max": float(age_G.max()),
         "staleness/dropped_groups": float(len(claim.dropped)),
@@ -94,7 +97,7 @@ def _known(rows: ClaimRows) -> tuple[NDArray[np.float64], bool]:
 
 def part_means(rows: ClaimRows) -> dict[str, float]:
     """Mean of every reward part over the answers that have it, by its name."""
-    return {name: mean(values[np.isfinite(values)]) for name, values in rows.parts.items()}
+    return {name: mean(values[rows.first_N & np.isfinite(values)]) for name, values in rows.parts.items()}
 
 
 def by_source(rows: ClaimRows) -> dict[str, dict[str, float]]:
@@ -103,10 +106,10 @@ def by_source(rows: ClaimRows) -> dict[str, dict[str, float]]:
     correct_N, _ = _known(rows)
     found: dict[str, dict[str, float]] = {}
     for number, source in enumerate(rows.sources):
-        mine_N = source_N == number
+        mine_N = (source_N == number) & rows.first_N
         known_N = mine_N & np.isfinite(correct_N)
         found[source] = {"n": int(mine_N.sum()), "reward_mean": mean(rows.reward_N[mine_N]),
-                         "correct": mean(correct_N[known_N]), "length_mean": mean(rows.length_N[mine_N])}
+                         "correct": mean(correct_N[known_N]), "length_mean": mean(rows.length_N[source_N == number])}
     return found
 
 

@@ -40,6 +40,10 @@ class Sampled:
     """Publication of the version that sampled it; -1 where that is not known."""
     parts: dict[str, NDArray[np.float32]]
     """Reward parts by name; NaN where an answer has no such part."""
+    baseline_N: NDArray[np.float32] | None = None
+    """Reward of a greedy answer to the same prompt; NaN where there is none."""
+    session_N: NDArray[np.int32] | None = None
+    """Ordinal of its session in the claim; None: each is one of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,7 +64,10 @@ def token_states(sampled: Sampled, claim: Claim, config: Config) -> NDArray[np.u
         limit = math.ceil(Decimal(claim.eta))
         state_T[(state_T == IN_LOSS) & (claim.idx - sampled.idx_T > limit) & (sampled.idx_T >= 0)] = TOO_OLD
     if config.learner.loss.truncated in ("mask", "exclude"):
-        cut_T = np.repeat(sampled.finish_N == FINISH_CODES["length"], sampled.length_N)
+        cut_N = sampled.finish_N == FINISH_CODES["length"]
+        if config.learner.loss.truncated == "exclude":  # with the whole session
+            cut_N = np.bincount(sessions_in(sampled), weights=cut_N)[sessions_in(sampled)] > 0
+        cut_T = np.repeat(cut_N, sampled.length_N)
         state_T[(state_T == IN_LOSS) & cut_T] = CUT
     return state_T
 
@@ -85,17 +92,26 @@ def token_advantages(sampled: Sampled, state_T: NDArray[np.uint8], config: Confi
     """Advantage of each token, `[T]`; NaN where it is not in the loss. Of a whole claim, and settings by which
     `advantages_need` nothing more."""
     settings, loss = config.learner.advantage, config.learner.loss
-    present_N, reward_N = np.ones(len(sampled.reward_N), np.bool_), sampled.reward_N
+    reward_N, session_N = sampled.reward_N, sessions_in(sampled)
+    first_N = np.diff(session_N, prepend=-1) != 0
+    present = np.ones(int(first_N.sum()), np.bool_)
     if loss.truncated == "exclude":
-        present_N = sampled.finish_N != FINISH_CODES["length"]
+        present = np.bincount(session_N, weights=sampled.finish_N == FINISH_CODES["length"]) == 0
     if loss.overlong_buffer is not None:
-        reward_N = reward_N + overlong_penalty(sampled.length_N, longest=config.sampling.max_new_tokens,
-                                               buffer=loss.overlong_buffer,
-                                               factor=loss.overlong_factor).astype(np.float32)
+        penalty_N = overlong_penalty(sampled.length_N, longest=config.sampling.max_new_tokens,
+                                     buffer=loss.overlong_buffer, factor=loss.overlong_factor)
+        reward_N = reward_N + np.bincount(session_N, weights=penalty_N)[session_N].astype(np.float32)
     row_T, in_loss_T = np.repeat(np.arange(len(reward_N)), sampled.length_N), state_T == IN_LOSS
     answers = answers_of(reward_N, sampled.group_N, length_N=sampled.length_N,
-                         tokens_N=np.bincount(row_T[in_loss_T], minlength=len(reward_N)), parts=sampled.parts)
-    found = advantages(answers, settings, present_N=present_N)
+                         tokens_N=np.bincount(row_T[in_loss_T], minlength=len(reward_N)), parts=sampled.parts,
+                         baseline_N=sampled.baseline_N).by_session(session_N)
+    found = advantages(answers, settings, present_N=present)
     advantage_T = np.full(len(row_T), np.nan, np.float32)
-    advantage_T[in_loss_T] = found if is_per_token(settings) else found[row_T[in_loss_T]]
+    advantage_T[in_loss_T] = found if is_per_token(settings) else found[session_N[row_T[in_loss_T]]]
     return advantage_T
+
+
+def sessions_in(sampled: Sampled) -> NDArray[np.int64]:
+    """Ordinal of the session of each answer."""
+    given = sampled.session_N
+    return np.arange(len(sampled.reward_N)) if given is None else given.astype(np.int64)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_core.errors import EngineMismatch
 from rl_core.learner.aggregation import Denominators, aggregate
 from rl_core.learner.asking import Asked
-from rl_core.learner.batch import column
+from rl_core.learner.batch import column, session_tokens, sessions_with
 from rl_core.learner.correction import loglinear_proximal
 from rl_core.learner.credit import Credit, Seen, credit_of
 from rl_core.learner.logprobs import TokenLogprobs
@@ -46,6 +46,8 @@ class Updates:
         self.tokens_M = tokens_M
         """Loss tokens of every sequence of this rank."""
         self.mine = column(batch, "mine").to(ranks.device)
+        self.session_tokens_M = session_tokens(batch).to(ranks.device)[self.mine]
+        """Those of its session: what a sequence is for the aggregation."""
         self.correction = correction_of(plan.learner)
         self.bounds = Bounds.of(self.correction)
         self.bypass = self.correction.mode == "bypass"
@@ -145,9 +147,13 @@ class Updates:
             reward_S=column(self.batch, "trajectory", "reward")[row_K], sequence_S=row_K, sequences=len(tokens_N),
             bypass=self.bypass)
         group_K = column(self.batch, "trajectory", "group")[row_K]
-        return choose(seen, all_of({micro.number: self.seen[micro.number].entropy_S for micro in micros}),
-                      group_K // self.plan.minibatch_groups == minibatch.number, minibatch.denominators, self.learner,
-                      seed=self._lots(passed, minibatch))
+        found = choose(seen, all_of({micro.number: self.seen[micro.number].entropy_S for micro in micros}),
+                       group_K // self.plan.minibatch_groups == minibatch.number, minibatch.denominators, self.learner,
+                       seed=self._lots(passed, minibatch))
+        if found.denominators is None or found.tokens_N is None:
+            return found
+        left = sessions_with(self.batch, found.tokens_N > 0)
+        return replace(found, denominators=replace(found.denominators, sequences=left))
 
     def _lots(self, passed: int, minibatch: Minibatch, *micro: int) -> int:
         return derive(self.plan.seed, self.plan.step, passed, minibatch.number, *micro, "lots")
@@ -217,9 +223,9 @@ class Updates:
         return replace(tokens, chosen_S=select(here, self.learner, lots))
 
     def _aggregate(self, values_S: Tensor, micro: Micro, minibatch: Minibatch, whole: Whole) -> Tensor:
-        tokens_M = self.tokens_M
+        tokens_M = self.session_tokens_M
         if whole.tokens_N is not None:  # a sequence without a token left has loss 0 at all of them
-            tokens_M = whole.tokens_N.to(self.mine.device)[self.mine].clamp(min=1)
+            tokens_M = session_tokens(self.batch, whole.tokens_N).to(self.mine.device)[self.mine].clamp(min=1)
         return aggregate(values_S, micro.sequence_S, tokens_M, whole.denominators or minibatch.denominators,
                          self.learner.loss.aggregation, max_new_tokens=self.plan.max_new_tokens)
 

@@ -60,7 +60,8 @@ def step_answers(run: RunDir, claim: Claim, config: Config, gaps: Gaps,
     idx_R = _indices(run, version_R, claim, gaps)
     sampled = Sampled(group_N=group_N, reward_N=facts.by_response("reward"), length_N=facts.length_N.astype(np.int64),
                       finish_N=facts.by_response("finish_reason"), loss_mask_T=tokens["loss_mask"],
-                      idx_T=np.repeat(idx_R, run_tokens_R), parts=facts.parts())
+                      idx_T=np.repeat(idx_R, run_tokens_R), parts=facts.parts(), baseline_N=facts.baseline()[group_N],
+                      session_N=facts.sessions())
     finish_codes: list[int] = sampled.finish_N.tolist()
     state_T = token_states(sampled, claim, config)
     values = {"behavior": np.where(state_T == NOT_SAMPLED, np.nan, tokens["behavior_logprobs"]).astype(np.float32)}

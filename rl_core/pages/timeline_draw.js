@@ -110,8 +110,8 @@ function drawSteps(row, y) {
 }
 function drawCounter(row, y) {
   const { at, values } = row.counter, size = row.height - 12;
-  const low = Math.min(0, ...range(values)), high = Math.max(...range(values), low + 1e-12);
-  const yOf = (value) => y + row.height - 6 - ((value - low) / (high - low)) * size;
+  const low = Math.min(0, ...range(values)), high = Math.max(low, ...range(values));
+  const yOf = (value) => y + row.height - 6 - ((value - low) / (high - low || 1)) * size;
   pen.strokeStyle = line;
   pen.strokeRect(LABELS - 0.5, y + 2.5, width - LABELS, row.height - 5);
   pen.beginPath();

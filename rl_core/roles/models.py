@@ -12,7 +12,7 @@ from typing import Any, cast
 from rl_core.config import Config, LearnerConfig
 from rl_core.errors import ConfigError, refuse
 from rl_core.model_setup import ModelFacts, check_model, copy_model, loaded_bytes, model_digests
-from rl_core.roles.plan import ROLES, Role, asked_roles, role_paths
+from rl_core.roles.plan import ROLES, Role, asked_roles, is_base, role_paths
 from rl_core.run_dir import RunDir
 
 
@@ -59,9 +59,10 @@ def check_role_contexts(config: Config, found: Mapping[Role, ModelFacts], *, lon
 
 
 def role_bytes(config: Config, found: dict[Role, ModelFacts], model_bytes: int) -> dict[str, int]:
-    """Bytes of the float32 parameters of every role that the settings ask for."""
+    """Bytes of the float32 parameters of every role that the settings ask for, and that is a model of its own."""
+    shared = {"reference"} if is_base(config.learner) else set[str]()
     return {role: 4 * found[role].parameters if role in found else model_bytes
-            for role in ROLES if role in asked_roles(config.learner)}
+            for role in ROLES if role in asked_roles(config.learner) and role not in shared}
 
 
 def copied_role_bytes(learner: LearnerConfig) -> int:

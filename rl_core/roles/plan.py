@@ -31,6 +31,11 @@ def policy_learns(learner: LearnerConfig, step: int) -> bool:
     return "critic" not in asked_roles(learner) or step >= learner.critic.warmup_steps
 
 
+def is_base(learner: LearnerConfig) -> bool:
+    """Whether the reference policy is the base under the policy's adapter, so that no second copy is loaded."""
+    return learner.lora.used and learner.reference.path is None
+
+
 def held_role_bytes(of_roles: Mapping[str, int]) -> int:
     """What a rank holds of the roles (bytes of their parameters): of a critic gradients and two moments, too."""
     return sum(size * (4 if role == "critic" else 1) for role, size in of_roles.items())
@@ -45,7 +50,9 @@ def saved_role_bytes(learner: LearnerConfig, of_roles: Mapping[str, int]) -> int
 def role_words(learner: LearnerConfig) -> str:
     """`critic (initial model), teacher (./teacher)`"""
     asked, paths = asked_roles(learner), role_paths(learner)
-    return ", ".join(f"{role} ({paths.get(role, 'initial model')})" for role in ROLES if role in asked)
+    made_of: dict[Role, str] = {"reference": "the base under the adapter"} if is_base(learner) else {}
+    return ", ".join(f"{role} ({paths.get(role, made_of.get(role, 'initial model'))})" for role in ROLES
+                     if role in asked)
 
 
 def check_roles(learner: LearnerConfig) -> None:

@@ -13,7 +13,8 @@ from rl_core.settings import Part, identity, training
 class ReferenceConfig(Part):
     """The frozen policy that `learner.kl` is taken against."""
 
-    path: str | None = identity(None, "Directory with the reference policy; null = the initial model.", min_length=1)
+    path: str | None = identity(None, "Directory with the reference policy; null = the initial model, which is the "
+                                      "base under an adapter.", min_length=1)
     refresh_every: int | None = training(None, "Training steps after which the policy's weights go into the reference, "
                                                "again and again; null = it is frozen.", ge=1)
     refresh_mix: float = training(1.0, "Share of the policy's weights in a refreshed reference; 1 = a copy.", gt=0,

@@ -23,7 +23,8 @@ def open_engine(config: Config, model_dir: Path, logs: Sequence[Path], run: RunD
 
         return torch_engine.TorchEngine(
             model_dir, slots=settings.slots, threads=settings.threads, dtype=settings.dtype, device=settings.device,
-            max_context=config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+            max_context=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+            adapter_scale=config.learner.lora.scale)
     from rl_core.rollout.sglang.opening import open_servers
 
     return open_servers(model_dir, config, logs, sender=run)

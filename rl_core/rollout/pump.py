@@ -364,7 +364,7 @@ class Pump:
                     self._list_now = True
                     self._listings.notify_all()
 
-    # -- swap: one worker after the other, the lowest publication first, always to the newest version
+    # -- swap: one worker after the other, the lowest publication first, to the newest version
 
     def _swap(self) -> None:
         while not self._closing:
@@ -381,17 +381,25 @@ class Pump:
                 self._declare_dead(worker, link, error)
                 continue
             except WeightsDamaged:
-                if self._newest_version() is version:
+                if self._offered_version() is version:
                     raise
                 continue  # pruned under the swap: a newer one is there
             self._acknowledge(worker, link, version, digest)
 
     def _swap_due(self) -> tuple[_Worker, WeightVersion] | None:
-        version = self._newest_version()
+        version = self._offered_version()
         behind = [w for w in self._living() if w.adopted and w.served != version]
         if version is None or not behind:
             return None
         return min(behind, key=lambda w: (-1 if w.served is None else w.served.idx, w.name)), version
+
+    def _offered_version(self) -> WeightVersion | None:
+        """The newest; with `staleness.exact` the one whose groups are not complete."""
+        newest = self._newest_version()
+        if newest is None or (idx := self._experience.offered(newest.idx)) == newest.idx:
+            return newest
+        return max((version for version in self._versions.values() if version.idx == idx), key=lambda each: each.v,
+                   default=newest)
 
     def _newest_version(self) -> WeightVersion | None:
         """By (idx, v): after a divergence an index has two versions, and the later one counts."""

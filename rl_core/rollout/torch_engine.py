@@ -26,9 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_core.errors import DeadPart
+from rl_core.errors import DeadPart, WeightsDamaged
+from rl_core.lora.tensors import is_adapter, merged
 from rl_core.model_setup import eos_token_ids
-from rl_core.rollout.models import Dtype, Prepared, load_model
+from rl_core.rollout.models import Dtype, Prepared, load_model, read_model_tensors
 from rl_core.rollout.requests import check_request, empty_completion
 from rl_core.rollout.rows import NO_VERSION, Rows, StopStrings, Work
 from rl_core.rollout.sampling import sample
@@ -52,10 +53,14 @@ class TorchEngine:
     """See rl_core/rollout/engine.py for the promises. `served` is None, and tokens carry version -1, before a swap."""
 
     def __init__(self, model_dir: Path, *, slots: int = 64, threads: int = 1, dtype: Dtype = "float32",
-                 device: str = "cpu", max_context: int | None = None) -> None:
+                 device: str = "cpu", max_context: int | None = None, adapter_scale: float = 0.0) -> None:
         """Loads the weights of `model_dir`. `max_context`: longest prompt and answer together, tokens; null = the
-        model's own. Raises ConfigError for a model that cannot be run."""
+        model's own. `adapter_scale`: what the product of an adapter is multiplied by, where versions are adapters to
+        the weights of `model_dir`. Raises ConfigError for a model that cannot be run."""
         self._model_dir = model_dir
+        self._scale = adapter_scale
+        self._base: dict[str, Tensor] = {}
+        """Of `model_dir`, mapped files: from the first adapter on."""
         self._model = load_model(model_dir, slots=slots, dtype=dtype, device=device, max_context=max_context)
         self._rows = Rows(slots, self._model.vocabulary, eos_token_ids(model_dir), self._model.context)
         self._threads = threads
@@ -122,7 +127,7 @@ class TorchEngine:
         """Read, verified and prepared in the caller's thread; generation pauses only for the copy."""
         if version == self._served:
             return version.digest
-        swap = _Swap(version, self._model.prepare(load_weights(weights_dir, version)), Future())
+        swap = _Swap(version, self._model.prepare(self._whole(load_weights(weights_dir, version))), Future())
         with self._changed:
             if self._closed or self._error is not None:
                 raise self._dead()
@@ -130,6 +135,16 @@ class TorchEngine:
             self._changed.notify()
         swap.done.result()
         return version.digest
+
+    def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All weights of a version: its own, or those of the model directory with its adapter in them."""
+        if not is_adapter(tensors):
+            return tensors
+        if not self._scale:
+            raise WeightsDamaged("a version is an adapter, and this engine was opened without the scale of one")
+        if not self._base:
+            self._base = read_model_tensors(self._model_dir)
+        return merged(self._base, tensors, self._scale)
 
     def counters(self) -> dict[str, dict[str, float]]:
         return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the child that imports this needs no NumPy
@@ -21,8 +22,11 @@ UNNAMED = "rejected"
 
 def facts_of(group: TrajectoryGroup) -> dict[str, Any]:
     """What a filter is given, plain JSON values: `{"rewards": [1.0, 0.0], "lengths": [12, 40], ...}`, one entry per
-    landed answer in order of the answers."""
-    answers, prompt = group.trajectories, group.lease.prompt
+    landed answer in order of the answers; of a session the sum of the lengths, and how its last trajectory ended."""
+    prompt = group.lease.prompt
+    sessions = [list(of_it) for _, of_it in groupby(enumerate(group.trajectories), key=lambda each: each[0]
+                                                    if each[1].session is None else (each[1].session,))]
+    answers = [of_it[-1][1] for of_it in sessions]
     parts = sorted({name for t in answers for name in t.score.parts})
     return {
         "group_id": group.lease.group_id, "data_source": prompt.data_source, "truth": prompt.answer,
@@ -30,7 +34,8 @@ def facts_of(group: TrajectoryGroup) -> dict[str, Any]:
         "rewards": [t.score.reward for t in answers], "correct": [t.score.correct for t in answers],
         "extracted": [t.score.extracted for t in answers],
         "parts": {name: [t.score.parts.get(name) for t in answers] for name in parts},
-        "lengths": [len(t.token_ids_L) for t in answers], "finish_reasons": [t.finish_reason for t in answers]}
+        "lengths": [sum(len(t.token_ids_L) for _, t in of_it) for of_it in sessions],
+        "finish_reasons": [t.finish_reason for t in answers]}
 
 
 def reason_of(value: Any) -> str | None:

@@ -30,17 +30,21 @@ from rl_core.errors import (
     FilterError,
     FilterTimeout,
     RewardError,
+    SessionError,
+    SessionTimeout,
     WorkerDead,
 )
 from rl_core.experience.outcomes import put_outcome
 from rl_core.experience.shards import GroupCommit, ShardWriter
 from rl_core.metrics import MAX_SPANS, IntervalLedger
-from rl_core.rollout.assembly import SampleRefused, as_answer, check_completion, sampling_seed
+from rl_core.rollout.assembly import GREEDY, SampleRefused, Turn, check_completion, sampling_seed
+from rl_core.rollout.canary import check_adapter_served
 from rl_core.rollout.engine import Engine, Lender, Loan
 from rl_core.rollout.group import GroupInFlight, Verdict
 from rl_core.rollout.group_filter import GroupFilter
 from rl_core.rollout.prompts import Tokenizer
 from rl_core.rollout.rewards.scoring import Scorer, answer_text
+from rl_core.rollout.sessions import Next, Said, SessionFunction
 from rl_core.run_dir import RunDir
 from rl_core.spans import SPANS, as_rows
 from rl_core.types import (
@@ -90,14 +94,16 @@ class RolloutWorker:
     `digests` go into every shard's footer. Each worker object is a new incarnation with a stream of its own. A failed
     trajectory is tried again (`failure.trajectory_tries`) while its finished siblings are kept; the group lands whole,
     or as partial when tries or `deadlines.group_s` are used up and at least `min_group` answers are there, else it ends
-    with an Outcome in the run directory.
+    with an Outcome in the run directory. Where the estimator needs it, one greedy answer is asked for beside them: its
+    reward lands with the group (`baseline_reward`), and a group without one does not land.
     """
 
     def __init__(self, run: RunDir, config: Config, *, name: str, attempt: int, engine: Engine, tokenizer: Tokenizer,
-                 scorer: Scorer, digests: Mapping[str, str], group_filter: GroupFilter | None = None) -> None:
+                 scorer: Scorer, digests: Mapping[str, str], group_filter: GroupFilter | None = None,
+                 session: SessionFunction | None = None) -> None:
         self._run, self._config, self._name = run, config, name
         self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
-        self._filter = group_filter
+        self._filter, self._session = group_filter, session
         self._ledger = IntervalLedger()
         self._changed = threading.Condition(threading.RLock())  # guards all below
         self._groups: dict[str, GroupInFlight] = {}
@@ -110,6 +116,7 @@ class RolloutWorker:
         self._fatal: Exception | None = None
         self._closed = False
         self._tokens_wasted = 0
+        self._tokens_greedy = 0
         self._reward_failures = 0
         self._landing_fails_since: float | None = None
         self._swaps = threading.Lock()
@@ -147,8 +154,9 @@ class RolloutWorker:
                 group = self._groups[lease.group_id] = GroupInFlight(
                     lease=lease, serial=next(self._serials), run_seed=self._config.seed,
                     max_tries=self._config.failure.trajectory_tries, started=time.monotonic(),
-                    dispatched_at_us=time.time_ns() // 1000)
-                for response in range(lease.n_expected):
+                    dispatched_at_us=time.time_ns() // 1000, greedy=self._config.greedy_baseline,
+                    extra=self._config.rollout.over_sampling)
+                for response in [*range(lease.n_expected + group.extra), *([GREEDY] if group.greedy else [])]:
                     self._sample(group, response)
 
     def events(self, timeout_s: float) -> WorkerEvents:
@@ -181,7 +189,8 @@ class RolloutWorker:
     def swap(self, version: WeightVersion) -> str:
         """Serve `version` from now on; answers in flight go on. Returns the digest of the weights as served.
 
-        Raises WeightsDamaged when the bytes do not match the version's digest (the old weights stay), WorkerDead.
+        Raises WeightsDamaged when the bytes do not match the version's digest (the old weights stay), WorkerDead,
+        AdapterNotServed and EngineMismatch where the engine does not answer as the learner says of its adapter.
         """
         with self._swaps:
             with self._changed:
@@ -189,7 +198,10 @@ class RolloutWorker:
                 self._versions = self._versions | {version.v: version}
             self._mark(swapping=version.v)
             try:
-                return self._engine.swap(version, self._run.weights(version.v))
+                directory = self._run.weights(version.v)
+                digest = self._engine.swap(version, directory)
+                check_adapter_served(self._engine, version, directory, self._config)
+                return digest
             except DeadPart as error:
                 self._end_worker(WorkerDead(f"engine of worker {self._name}: {error}"))
                 raise WorkerDead(f"engine of worker {self._name}: {error}") from error
@@ -217,7 +229,8 @@ class RolloutWorker:
             return WorkerStatus(
                 worker=self._name, stream=self._writer.stream, served=self._engine.served,
                 in_flight=tuple(self._groups), running=self._running, tokens_generated=self._tokens_generated,
-                tokens_wasted=self._tokens_wasted, seconds=self._ledger.seconds(), servers=self._engine.counters())
+                tokens_wasted=self._tokens_wasted, seconds=self._ledger.seconds(), servers=self._engine.counters(),
+                tokens_greedy=self._tokens_greedy)
 
     def close(self) -> None:
         """Cancel what runs, land what is complete, free everything, within 2 s. Idempotent."""
@@ -232,8 +245,9 @@ class RolloutWorker:
         for _ in self._settlers:
             self._results.put(None)
         self._scorer.close()
-        if self._filter is not None:
-            self._filter.close()
+        for function in (self._filter, self._session):
+            if function is not None:
+                function.close()
         deadline = time.monotonic() + CLOSE_DEADLINE_S / 2
         for settler in self._settlers:
             settler.join(max(0.0, deadline - time.monotonic()))
@@ -327,7 +341,14 @@ class RolloutWorker:
         try:
             span = check_completion(completion, self._versions)
             decoded = str(self._tokenizer.decode(completion.token_ids_L, skip_special_tokens=True))
-            score = self._scorer(group.lease.prompt, answer_text(decoded, completion))
+            text = answer_text(decoded, completion)
+            following = self._next(group, request_id, text, completion)
+            score = self._scorer(group.lease.prompt, text) if following is None else None
+        except SessionError as error:
+            if not self._closed:
+                kind = "session_timeout" if isinstance(error, SessionTimeout) else "session_error"
+                self._failed(group, request_id, kind, str(error), tokens)
+            return
         except SampleRefused as error:
             self._failed(group, request_id, "sample_refused", str(error), tokens)
             return
@@ -337,15 +358,36 @@ class RolloutWorker:
                 self._failed(group, request_id, error.reason, str(error), tokens)
             return
         with self._changed:
-            self._reward_failures = 0
+            self._reward_failures = self._reward_failures if score is None else 0
             response = group.pending.get(request_id)
             if response is None:  # cancelled meanwhile
                 self._tokens_wasted += tokens
                 return
             seed = sampling_seed(self._config.seed, group.lease.group_id, response, group.tries[response] - 1)
-            group.finish(request_id, as_answer(completion, span, score, seed), result.at_us)
+            turn = Turn(completion=completion, span=span, seed=seed, prompt=group.asked(response), text=text,
+                        prompt_ids_P=group.contexts.get(response),
+                        following=None if following is None else following.prompt)
+            self._tokens_greedy += tokens if response == GREEDY else 0
+            if following is not None:
+                self._sample(group, group.go_on(request_id, turn, following.token_ids_P, result.at_us))
+                return
+            assert score is not None  # no session ends without
+            self._tokens_wasted += group.finish(request_id, turn, score, result.at_us)
             verdict = group.verdict
         self._end_if_over(group, verdict)
+
+    def _next(self, group: GroupInFlight, request_id: str, text: str, completion: Completion) -> Next | None:
+        """What the session of this answer goes on with; None: it is over, as each is without `rollout.session`."""
+        if self._session is None:
+            return None
+        with self._changed:
+            response = group.pending.get(request_id, GREEDY)
+            turns = list(group.turns.get(response, ()))
+            said = [*(Said(turn.prompt, turn.text, turn.completion.finish_reason) for turn in turns),
+                    Said(group.asked(response), text, completion.finish_reason)]
+        if len(said) >= self._config.rollout.session_answers:
+            return None
+        return self._session.go_on(group.lease, response, said)
 
     def _count_reward_failure(self, error: RewardError) -> None:
         with self._changed:
@@ -384,12 +426,12 @@ class RolloutWorker:
                      if group.phase == "landing" and now - group.started > limit + LANDING_DEADLINE_S]
             overdue = [group for group in overdue if group.phase == "running"]
             for group in overdue:
-                missing = group.lease.n_expected - len(group.answers)
+                missing, asked = group.missing, group.lease.n_expected + group.greedy
                 self._drop_pending(group)
-                group.failures.append(("group_deadline", f"{missing} of {group.lease.n_expected} answers were not "
+                group.failures.append(("group_deadline", f"{missing} of {asked} answers were not "
                                        f"there after {limit:g} s (deadlines.group_s)"))
         for group in overdue:
-            if len(group.answers) >= group.lease.min_group:
+            if group.may_land:
                 self._land(group)
             else:
                 self._end_group(group, "failed", *group.failures[-1])
@@ -404,6 +446,8 @@ class RolloutWorker:
             if group.phase != "running" or self._groups.get(group.lease.group_id) is not group:
                 return
             group.phase = "landing"
+            self._drop_pending(group)  # of more than were asked for
+            self._tokens_wasted += group.abandon()
         whole = group.whole(time.time_ns() // 1000)
         if self._filter is not None and not self._passes(group, whole, self._filter):
             return
@@ -522,15 +566,19 @@ def open_worker(*, root: str, config: Config, name: str, attempt: int, cwd: str 
     from rl_core.model_setup import model_digests
     from rl_core.rollout.engines import open_engine
     from rl_core.rollout.group_filter import make_group_filter
-    from rl_core.rollout.prompts import load_tokenizer
+    from rl_core.rollout.prompts import load_tokenizer, read_vocab_size
     from rl_core.rollout.rewards.scoring import make_scorer
+    from rl_core.rollout.sessions import make_session
 
     run = RunDir(Path(root))
     scorer = make_scorer(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
     group_filter = make_group_filter(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
+    tokenizer = load_tokenizer(run.model)
+    session = make_session(config, tokenizer, vocab_size=read_vocab_size(run.model), cwd=Path(cwd) if cwd else None,
+                           allowed=allowed_imports)
     settings = config.rollout.engine
     digests = {**model_digests(run.model), "engine": settings.type, "dtype": settings.dtype}
     logs = [run.server_log(name, i) for i in range(config.servers_started)]
     engine = open_engine(config, run.model, logs, run)
-    return RolloutWorker(run, config, name=name, attempt=attempt, engine=engine, tokenizer=load_tokenizer(run.model),
-                         scorer=scorer, digests=digests, group_filter=group_filter)
+    return RolloutWorker(run, config, name=name, attempt=attempt, engine=engine, tokenizer=tokenizer,
+                         scorer=scorer, digests=digests, group_filter=group_filter, session=session)

@@ -73,6 +73,10 @@ def sections_of(path: Path) -> set[str]:
     return set(re.findall(r"^#{2,4} (\d+(?:\.\d+)*)\b", path.read_text(), re.MULTILINE))
 
 
+GENERATED = {"results.md"}
+"""Written beside its data by `make study-report`."""
+
+
 @pytest.mark.parametrize(("text", "expected"), {
     "none": ("see docs/staleness.md.", [("staleness.md", [])]),
     "a word between": ("(models.md section 2).", [("models.md", ["2"])]),
@@ -95,7 +99,7 @@ def test_cited_documents_and_sections_exist() -> None:
             there = sections_of(document) if document.exists() else set[str]()
             cited += 1
             dead += [f"{path.relative_to(ROOT)}: {name} {section}" for section in sections if section not in there]
-            if not document.exists() and not (ROOT / name).exists():
+            if not document.exists() and not (ROOT / name).exists() and name not in GENERATED:
                 dead.append(f"{path.relative_to(ROOT)}: {name}")
     assert not dead, "\n".join(dead)
     assert cited >= 30

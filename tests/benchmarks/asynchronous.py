@@ -91,19 +91,19 @@ def measured(home: Home) -> dict[str, Measured]:
     return {variant: max((runs[variant] for runs in rounds), key=lambda run: run.samples) for variant in VARIANTS}
 
 
-def train(home: Home, key: str, settings: tuple[str, ...]) -> RunDir:
+def train(home: Home, key: str, settings: tuple[str, ...], preset: str = "longtail-cpu") -> RunDir:
     """A whole run, to its end."""
     sets = [word for setting in (*COMMON, *settings) for word in ("--set", setting)]
-    command = home.start("train", "--preset", "longtail-cpu", *sets, "--run-key", key, "--json", key=key)
+    command = home.start("train", "--preset", preset, *sets, "--run-key", key, "--json", key=key)
     code = command.wait(RUN_S)
     assert code == 0, command.said
     return command.run
 
 
-def measure(run: RunDir) -> Measured:
-    """What the records and shards of a run say about the steps between FROM and TO."""
-    records = [read_record(run, step) for step in range(FROM, TO + 1)]
-    claims = [read_claim(run, step) for step in range(FROM + 1, TO + 1)]
+def measure(run: RunDir, first: int = FROM, last: int = TO) -> Measured:
+    """What the records and shards of a run say about the steps between two of them."""
+    records = [read_record(run, step) for step in range(first, last + 1)]
+    claims = [read_claim(run, step) for step in range(first + 1, last + 1)]
     elapsed = (records[-1].ts_us - records[0].ts_us) / 1e6
     generation: list[float] = []
     answers = tokens = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +38,7 @@ from rl_core.learner.policy import load_policy
 from rl_core.learner.ranks import Ranks, gradient_norm
 from rl_core.learner.step import training_step
 from rl_core.tiny_model import tiny_config
+from rl_core.types import TrajectoryGroup
 from tests.benchmarks import long_tails
 from tests.benchmarks.measure import figure, side_by_side
 from tests.builders import VOCAB, make_group
@@ -67,12 +68,17 @@ def figures() -> Iterator[dict[str, Any]]:
         yield from memory(directory, batch, tokens)
 
 
-def claim() -> TensorDict:
-    """A claim of long-tailed answers, as it is when its step begins."""
-    lengths = long_tails.lengths(GROUPS * GROUP_SIZE).reshape(GROUPS, GROUP_SIZE)
-    prompts = np.random.default_rng(6).integers(8, 25, GROUPS)
-    batch = stages.assemble(rows_of([make_group(i, n=GROUP_SIZE, lengths=lengths[i].tolist(),
-                                                prompt_length=int(prompts[i])) for i in range(GROUPS)]))
+def claim(groups: int = GROUPS, group_size: int = GROUP_SIZE) -> TensorDict:
+    """A claim of long-tailed answers."""
+    lengths = long_tails.lengths(groups * group_size).reshape(groups, group_size)
+    prompts = np.random.default_rng(6).integers(8, 25, groups)
+    return staged([make_group(i, n=group_size, lengths=lengths[i].tolist(), prompt_length=int(prompts[i]))
+                   for i in range(groups)])
+
+
+def staged(groups: Sequence[TrajectoryGroup]) -> TensorDict:
+    """A claim of these groups, as it is when its step begins."""
+    batch = stages.assemble(rows_of(groups))
     stages.mark_tokens(batch, step=1, publish_every=1, updates_per_step=1)
     stages.mask_truncated(batch, "score")
     stages.number_tokens(batch)
@@ -124,10 +130,10 @@ def memory(directory: Path, batch: TensorDict, tokens: int) -> Iterator[dict[str
 # -- the two ways to train
 
 
-def settings(chunk: int = 2048, budget: int = 4096) -> LearnerConfig:
+def settings(chunk: int = 2048, budget: int = 4096, share_prefixes: bool = True) -> LearnerConfig:
     """Token weights against the behavior policy, so that the loss depends on every log-prob."""
     return LearnerConfig(correction=CorrectionConfig(weights="token_truncate"), logits_chunk=chunk,
-                         token_budget=budget)
+                         token_budget=budget, share_prefixes=share_prefixes)
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -137,13 +143,14 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 class Packed:
     """One call is one `training_step`."""
 
-    def __init__(self, directory: Path, batch: TensorDict, budget: int, chunk: int = 2048) -> None:
-        self.policy = load_policy(directory, logits_chunk=chunk, dtype=torch.float32, device=CPU)
+    def __init__(self, directory: Path, batch: TensorDict, budget: int, chunk: int = 2048, *,
+                 dtype: torch.dtype = torch.float32, groups: int = GROUPS, share_prefixes: bool = True) -> None:
+        self.policy = load_policy(directory, logits_chunk=chunk, dtype=dtype, device=CPU)
         self.optimizer, self.batch, self.result = optimizer_of(self.policy), batch, Result()
         self.ranks = Ranks(rank=0, ranks=1, rendezvous="", device=CPU, deadline_s=60, barrier_s=60)
-        self.plan = StepPlan(step=1, idx=1, learning_rate=0.0, groups=GROUPS, minibatch_groups=GROUPS,
-                             max_new_tokens=long_tails.MAX_TOKENS, learner=settings(chunk, budget), skipped_in_a_row=0,
-                             max_skipped=0)
+        self.plan = StepPlan(step=1, idx=1, learning_rate=0.0, groups=groups, minibatch_groups=groups,
+                             max_new_tokens=long_tails.MAX_TOKENS, skipped_in_a_row=0,
+                             learner=settings(chunk, budget, share_prefixes), max_skipped=0)
 
     def __call__(self) -> None:
         found = training_step(self.policy, self.optimizer, self.ranks, self.batch, self.plan)
@@ -153,8 +160,10 @@ class Packed:
 class Padded:
     """One call is one step of the stock model over padded micro-batches, by the same loss functions."""
 
-    def __init__(self, directory: Path, batch: TensorDict, size: int, *, by_length: bool = False) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
+    def __init__(self, directory: Path, batch: TensorDict, size: int, *, by_length: bool = False,
+                 dtype: torch.dtype = torch.float32) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.narrow = dtype == torch.bfloat16
         self.optimizer, self.batch, self.result = optimizer_of(self.model), batch, Result()
         self.learner = settings()
         layout = stages.layout_of(batch)
@@ -182,11 +191,12 @@ class Padded:
         where = torch.where(real, where, 0)
         ids = torch.where(real, column("input_ids")[where], 0)
         answer = real & (torch.arange(width) >= torch.from_numpy(self.prompt_M[rows_N])[:, None])
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
         before = F.pad(answer, (0, 1))[:, 1:]  # places that predict an answer token
         row_S = torch.from_numpy(rows_N).repeat_interleave(answer.sum(1))
-        policy_S, _ = chosen_logprobs(self.model.lm_head(hidden[before]), ids[answer], torch.ones(len(row_S)),
-                                      entropy_gradient=False)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.narrow):
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = self.model.lm_head(hidden[before])
+        policy_S, _ = chosen_logprobs(logits, ids[answer], torch.ones(len(row_S)), entropy_gradient=False)
         proximal_S = policy_S.detach()
         advantage_S = column("trajectory", "advantage")[row_S]
         loss_S = ppo_clip(policy_S, proximal_S, advantage_S).loss_S * truncate(

@@ -46,7 +46,7 @@ def figures() -> Iterator[dict[str, Any]]:
 def _run(home: Home, seed: int, gaps: list[float]) -> Iterator[dict[str, Any]]:
     begun = time.monotonic()
     command = home.train("bench", f"seed={seed}")
-    peak = _Peak(home)
+    peak = Peak(home)
     code = command.wait(600)
     wall = time.monotonic() - begun
     peak.stop()
@@ -85,7 +85,7 @@ def waiting_gaps(run: RunDir) -> list[float]:
     return gaps
 
 
-class _Peak:
+class Peak:
     """Samples the sum of PSS over the home's processes on a thread."""
 
     def __init__(self, home: Home) -> None:

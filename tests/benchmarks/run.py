@@ -1,6 +1,7 @@
 """`make bench`: one JSON line per figure (name, value, unit, bar, ok); exit status 1 when a bar is missed.
 
-    python tests/benchmarks/run.py                      every module beside this file that has `figures()`
+    python tests/benchmarks/run.py                      every module beside this file that has `figures()`, but
+                                                        for those that take long and say ONLY_BY_NAME
     python tests/benchmarks/run.py store quickstart     these modules only (`make bench BENCH=store`)
 
 `figures()` yields dicts; ratios are taken inside one run, since absolute numbers move with the machine. A figure that
@@ -39,7 +40,7 @@ def main(names: list[str]) -> int:
     missed = False
     for name in names or there:
         module = load(there[name])
-        if not hasattr(module, "figures"):
+        if not hasattr(module, "figures") or (not names and getattr(module, "ONLY_BY_NAME", False)):
             continue
         for figure in module.figures():
             assert all(key in figure for key in KEYS), figure

@@ -69,6 +69,10 @@ def many(step): return {str(i): 1.0 for i in range(9)}
 def infinite(step): return {"x": float("inf")}
 def bad_name(step): return {"two words": 1.0}
 def raises(step): return step["no such key"]
+def never_goes_on(session): return None
+def asks_a_number(session): return 7
+def asks_at_random(session): return str(random.random())
+def asks_nobody(session): return [{"role": "nobody", "content": "x"}]
 """
 TROUBLE: dict[str, tuple[Kind, str]] = {
     "constant_reward": ("reward", "the same reward 1"), "random_reward": ("reward", "two calls"),
@@ -85,7 +89,9 @@ TROUBLE: dict[str, tuple[Kind, str]] = {
     "unbounded": ("correction", "weights are finite"), "not_one": ("correction", "d = 0) are not 1, but [2.0"),
     "a_list": ("metrics", "must be a dict"), "many": ("metrics", "9 metrics; at most 5"),
     "infinite": ("metrics", "x is infinite"), "bad_name": ("metrics", "'two words' is no name"),
-    "raises": ("metrics", "raised KeyError: 'no such key'")}
+    "raises": ("metrics", "raised KeyError: 'no such key'"), "never_goes_on": ("session", "ends every session"),
+    "asks_a_number": ("session", "the result is 7; return"), "asks_at_random": ("session", "go on otherwise"),
+    "asks_nobody": ("session", "nobody")}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,15 @@ def test_what_would_kill_a_server_is_never_sent(case: str, servers: list[FaultyS
     with pytest.raises(ValueError, match="request 'r'"):
         engine.submit(one).result(DEADLINE_S)
     assert servers[0].asked == []
+
+
+def test_a_greedy_answer_that_is_no_data_is_sampled_beside_those_that_are(
+        servers: list[FaultyServer], open_engine: Callable[..., SglangEngine]) -> None:
+    engine = open_engine(servers[0])
+    trained, greedy = request(0), replace(request(1, temperature=0.0), trained=False)
+    answers = [future.result(DEADLINE_S) for future in [engine.submit(trained), engine.submit(greedy)]]
+    assert all(map(is_whole, answers))
+    assert sorted(asked["sampling_params"]["temperature"] for asked in servers[0].asked) == [0.0, 1.0]
 
 
 def test_a_request_that_brings_no_token_fails_alone_and_the_server_is_replaced(

@@ -29,6 +29,8 @@ class Claim:
     logprob: list[list[float]] = field(default_factory=list)
     squares: list[list[float]] = field(default_factory=list)
     weight: list[list[float]] = field(default_factory=list)
+    greedy: dict[int, float] = field(default_factory=dict)
+    """Group -> reward of a greedy answer to its prompt."""
 
 
 def random_claim(seed: int, answers: int = 40, groups: int = 9) -> Claim:
@@ -44,7 +46,8 @@ def random_claim(seed: int, answers: int = 40, groups: int = 9) -> Claim:
     return Claim(reward=rng.integers(0, 4, len(group)).astype(float).tolist(), group=group, length=length,
                  tokens=[len(p) for p in position], parts=parts, position=position, logprob=logprob,
                  squares=[rng.uniform(0.1, 1.0, len(p)).tolist() for p in position],
-                 weight=[rng.uniform(0.5, 2.0, len(p)).tolist() for p in position])
+                 weight=[rng.uniform(0.5, 2.0, len(p)).tolist() for p in position],
+                 greedy={g: float(r) for g, r in enumerate(rng.integers(0, 4, max(group) + 1))})
 
 
 def mates(claim: Claim, i: int) -> list[int]:
@@ -186,6 +189,11 @@ def tir_optimal_token_baseline(claim: Claim) -> list[list[float]]:
     return token_baseline(claim, [list(range(n)) for n in claim.tokens], claim.tokens)
 
 
+def remax(claim: Claim) -> list[list[float]]:
+    """The reward stands behind the last token: it is what is left of it at all of them."""
+    return [[claim.reward[i] - claim.greedy[claim.group[i]] for _ in range(n)] for i, n in enumerate(claim.tokens)]
+
+
 REFERENCES: dict[str, tuple[Callable[..., list[Any]], list[dict[str, Any]]]] = {
     # name: the reference, and the settings that it is compared under
     "grpo": (grpo, [{}, {"eps": 0.5}, {"normalize_by_std": False}, {"group_of_one": "raw"}]),
@@ -200,4 +208,5 @@ REFERENCES: dict[str, tuple[Callable[..., list[Any]], list[dict[str, Any]]]] = {
     "maxrl": (maxrl, [{}]),
     "optimal_token_baseline": (optimal_token_baseline, [{}]),
     "tir_optimal_token_baseline": (tir_optimal_token_baseline, [{}]),
+    "remax": (remax, [{}]),
 }

@@ -28,7 +28,7 @@ from rl_core.learner.step import StepPlan, training_step
 from rl_core.metrics import STATES, tracked_names
 from rl_core.observations import observed_steps, read_observation
 from rl_core.records import read_record, recorded_steps
-from rl_core.rollout.assembly import as_answer, as_group, check_completion, request_of
+from rl_core.rollout.assembly import Turn, as_answer, as_group, check_completion, request_of
 from rl_core.rollout.prompts import PromptSource, load_tokenizer
 from rl_core.rollout.rewards.exact import exact
 from rl_core.rollout.torch_engine import TorchEngine
@@ -221,9 +221,10 @@ def generate(engine: TorchEngine, decode: Callable[..., str], leases: list[Lease
     groups = []
     for lease, asked, answers in zip(leases, requests, futures, strict=True):
         done = [answer.result(timeout=60) for answer in answers]
-        scored = [as_answer(c, check_completion(c, {version.v: version}),
-                            exact(lease.prompt, decode(c.token_ids_L, skip_special_tokens=True)), request.seed)
-                  for c, request in zip(done, asked, strict=True)]
+        texts = [decode(c.token_ids_L, skip_special_tokens=True) for c in done]
+        scored = [as_answer(Turn(completion=c, span=check_completion(c, {version.v: version}), seed=request.seed,
+                                 prompt=None, text=text), exact(lease.prompt, text))
+                  for c, request, text in zip(done, asked, texts, strict=True)]
         groups.append(as_group(lease, scored, dispatched_at_us=0, finished_at_us=0, meta={}))
     return groups
 

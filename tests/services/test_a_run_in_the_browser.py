@@ -125,6 +125,19 @@ def test_the_form_of_a_deployment_has_its_parameters_with_their_descriptions(
         page.get_by_text(described[:40]).first.wait_for()
 
 
+def test_the_form_refuses_a_number_out_of_range(kept_home: KeptHome, tmp_path: Path) -> None:
+    found = kept_home.ask("GET", "/deployments/name/nightly/nightly")
+    with chromium() as page, pictured(page, tmp_path / "refused.png"):
+        prefect_form(page, kept_home, "nightly/nightly")
+        field = page.get_by_label("accuracy_gain").first
+        field.fill("2")
+        page.get_by_role("button", name="Submit").click()
+        assert field.evaluate("field => field.validity.rangeOverflow"), "it is a share"
+        assert page.url.endswith(f"{found['id']}/run"), "the form is still there"
+    assert kept_home.ask("POST", "/flow_runs/filter", {"flow_runs": {
+        "deployment_id": {"any_": [found["id"]]}}}) == []
+
+
 def test_a_wait_that_lasts_is_an_artifact_of_the_flow_run(kept_home: KeptHome, tmp_path: Path) -> None:
     script = tmp_path / "stalls.py"
     script.write_text(STALLS)

@@ -65,9 +65,11 @@ class World:
     crashes: int
     hints: bool
     small_disk: bool
+    exact: int | None = None
 
     def config(self) -> Config:
-        staleness: dict[str, Any] = {"bound": self.eta, "policy": self.policy, "wait_deadline_s": 5.0}
+        staleness: dict[str, Any] = {"bound": self.eta, "policy": self.policy, "exact": self.exact,
+                                     "wait_deadline_s": 5.0}
         if self.hard_max_over is not None:
             staleness["hard_max"] = -int(-float(self.eta) // 1) + self.hard_max_over
         return Config.model_validate({
@@ -199,9 +201,10 @@ class Simulation:
                 self.experience.cancelled(leased.group_id)
             elif leased.group_id in worker.in_flight:
                 worker.finish(leased.group_id)
-        if not self.swapping and (behind := [w for w in self.workers.values() if w.served < self.published]):
+        offered = self.experience.offered(self.published)
+        if not self.swapping and (behind := [w for w in self.workers.values() if w.served < offered]):
             worker, self.swapping = min(behind, key=lambda w: (w.served, w.name)), True
-            self.at(self.world.swap_lag_s * float(self.rng.uniform(0.5, 1.5)), self.swap, worker, self.published)
+            self.at(self.world.swap_lag_s * float(self.rng.uniform(0.5, 1.5)), self.swap, worker, offered)
 
     def lease_of(self, leased: Leased) -> Lease:
         slot = leased.slot

@@ -7,6 +7,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def stock(directory: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def groups(stock: Any) -> list[TrajectoryGroup]:
-    """Four groups of four, sampled by weights that differ from the model's by noise, an update ago."""
-    return [sampled_by(stock, all_by(0, group), noise=0.2, seed=i)
+    """Four groups of four, sampled by weights that differ from the model's by noise, an update ago, each with the
+    reward of a greedy answer."""
+    return [replace(sampled_by(stock, all_by(0, group), noise=0.2, seed=i), baseline_reward=0.25 * i)
             for i, group in enumerate(random_groups(0, rewards=[1.0, 0.0, 0.5, 0.0]))]
 
 

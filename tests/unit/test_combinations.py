@@ -30,7 +30,10 @@ def settled(*sets: str, base: Config | None = None) -> Config:
 
 LOSS, CORRECTION = "learner.loss.name", "learner.correction"
 REFUSED = {
-    "a greedy answer": (["learner.advantage.name=remax"], "learner.advantage.name: needs the reward of a greedy"),
+    "a spread beside a greedy answer": (["learner.advantage.name=remax", "rollout.no_spread=drop"],
+                                        "rollout.no_spread: remax compares answers with a greedy one"),
+    "a greedy answer scored anew": (["learner.advantage.name=remax", "data.shards_from=k", "data.rescore=true"],
+                                    "data.rescore: remax needs the reward of each prompt's greedy answer"),
     "a reference that nothing is taken against": (["learner.reference.path=r"], "learner.reference.path: nothing is"),
     "a refresh of no reference": (["learner.reference.refresh_every=2"], "learner.reference.refresh_every: there is"),
     "a refresh of another model": (["learner.kl.use=loss", "learner.reference={path: r, refresh_every: 2}"],
@@ -93,6 +96,7 @@ ALLOWED = {
     "weights of any loss on pi/prox": [f"{LOSS}=gspo", f"{CORRECTION}.weights=sequence_truncate"],
     "rejection in bypass": [f"{CORRECTION}={{mode: bypass, rejection: [{{rule: seq_mean_k1, high: 1.01}}]}}"],
     "a group of one without a group mean": ["group_size=1", "learner.advantage.name=reinforce_plus_plus"],
+    "a group of one beside a greedy answer": ["group_size=1", "learner.advantage.name=remax"],
     "a penalty": ["learner.loss={truncated: penalty, overlong_buffer: 4}"],
     "a critic": ["learner.advantage.name=gae", "learner.critic.warmup_steps=2"],
     "a reference": ["learner.kl.use=loss", "learner.reference.refresh_every=5"],

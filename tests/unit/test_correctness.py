@@ -47,6 +47,8 @@ def rows_of(rewards: list[float], said: list[float], sources: list[int]) -> Clai
         prompt_ids=none_i, prompt_offsets=np.zeros(groups + 1, np.int32), n_expected_G=np.full(groups, 2, np.int32),
         n_responses_G=np.full(groups, 2, np.int32), idx_min_G=np.zeros(groups, np.int32),
         idx_max_G=np.zeros(groups, np.int32), temperature_G=np.ones(groups, np.float32),
+        baseline_G=np.full(groups, NAN, np.float32), context_N=np.repeat(np.arange(groups, dtype=np.int32), 2),
+        session_N=np.arange(answers, dtype=np.int32),
         group_N=np.repeat(np.arange(groups, dtype=np.int32), 2), reward_N=np.array(rewards, np.float32),
         correct_N=np.array(said, np.float32), length_N=np.tile(np.array([2, 4], np.int32), groups),
         finish_N=np.zeros(answers, np.int8), parts={}, sources=("gsm8k", "math")[:max(sources) + 1],

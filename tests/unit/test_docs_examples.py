@@ -109,6 +109,8 @@ def test_a_start_of_the_documents_passes_every_check(words: list[str], work: Pat
     if resolve(load_preset(preset), {}).learner.device != "cpu" and words[0] == "train":
         sets += ["model.path=my-model", "data.train=train.jsonl", "sampling.max_new_tokens=512"]  # those of this test
         words = ["plan", *words[1:]]
+    if preset == "smollm-cpu":  # whose model only `headway fetch` brings
+        words = ["plan", *words[1:]]
     if words[0] == "plan":  # of another machine, and without what the preset leaves to be set
         prepare(resolve(load_preset(preset), parse_overrides(sets)), preset, None, planned=True)
         return

@@ -69,7 +69,7 @@ ANSWERS = {
     "with dashes in front": ("--rollout-batch-size", "calls it `groups_per_step`"),
     "with dashes": ("rollout-batch-size", "calls it `groups_per_step`"),
     "with underscores": ("rollout_batch_size", "calls it `groups_per_step`"),
-    "below what is not here": ("actor_rollout_ref.rollout.multi_turn.max_user_turns", "answers have one turn"),
+    "below what is not here": ("cluster.name_resolve.etcd3_addr", "Ray finds its actors by name"),
     "a leaf that another part has, too": ("critic.optim.lr", "calls it `learner.critic.lr` and `learner.critic.path`"),
     "two fields": ("epsilon", "calls it `learner.loss.clip_low` and `learner.loss.clip_high`"),
     "what two systems mean differently": ("loss_type", "TRL's is `learner.loss.aggregation`: .*; slime's is "

@@ -252,6 +252,8 @@ def test_a_fork_begins_with_the_settings_that_its_step_had(parent: RunDir) -> No
 REFUSED = {
     "the future": (7, (), r"--from-step 7: run k has 6 recorded steps, .* use at most 6"),
     "another identity": (4, ("seed=9", "learner.lr=1"), r"identity fields: seed is 1, asked for 9\."),
+    "a greedy baseline that nothing has": (4, ("learner.advantage.name=remax",),
+                                           r"learner.advantage.name: run k has sampled for \w+, without a greedy"),
     "nothing to train": (4, ("total_steps=4",), r"total_steps: a fork from step 4 would train nothing; use more"),
 }
 

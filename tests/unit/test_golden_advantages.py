@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.advantage_settings import AdvantageConfig
-from rl_core.combinations import NEEDS
 from rl_core.errors import ConfigError
-from rl_core.learner.advantages.answers import whiten
+from rl_core.learner.advantages.answers import Answers, whiten
 from rl_core.learner.advantages.estimate import advantages, answers_of, is_per_token, needs_policy
 from rl_core.learner.advantages.gae import gae
 from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
@@ -32,10 +31,16 @@ def flat(lists: list[list[float]]) -> np.ndarray:
     return np.array([value for one in lists for value in one], np.float64)
 
 
+def answers_in(claim: Claim) -> Answers:
+    greedy = {g: claim.greedy.get(g, 0.0) for g in claim.group}
+    return answers_of(np.array(claim.reward), np.array(claim.group), length_N=np.array(claim.length),
+                      tokens_N=np.array(claim.tokens), parts={k: np.array(v) for k, v in claim.parts.items()},
+                      baseline_N=np.array([greedy[g] for g in claim.group], np.float32))
+
+
 def estimated(name: str, claim: Claim, **options) -> np.ndarray:
     config = ESTIMATORS[name](name=name, **options)
-    answers = answers_of(np.array(claim.reward), np.array(claim.group), length_N=np.array(claim.length),
-                         tokens_N=np.array(claim.tokens), parts={k: np.array(v) for k, v in claim.parts.items()})
+    answers = answers_in(claim)
     policy = PolicyFacts(logprob_K=flat(claim.logprob), squares_K=flat(claim.squares), weight_K=flat(claim.weight),
                          position_K=flat(claim.position).astype(np.int64)) if needs_policy(config) else None
     return advantages(answers, config, policy=policy)
@@ -46,8 +51,8 @@ def claim_of(rewards, groups, *, lengths=None) -> Claim:
     return Claim(reward=[float(r) for r in rewards], group=groups, length=lengths, tokens=lengths)
 
 
-def test_every_estimator_has_a_reference_or_a_reason_why_the_plan_refuses_it():
-    assert set(REFERENCES) | set(NEEDS) | {"gae", "function"} == set(ESTIMATORS), \
+def test_every_estimator_has_a_reference():
+    assert set(REFERENCES) | {"gae", "function"} == set(ESTIMATORS), \
         "gae: test_roles.py, function: test_hooks.py"
 
 
@@ -139,8 +144,36 @@ def test_gae_carries_the_next_value_through_masked_tokens_and_bootstraps_a_cut_a
     assert gae(np.array([0.0]), np.array([0.5]), np.ones(1, bool), last_value=2.0)[0].item() == 1.5
 
 
-def test_remax_is_the_lead_over_the_greedy_answer():
-    np.testing.assert_allclose(remax(np.array([1.0, 0.0]), np.array([0.25, 0.25])), [0.75, -0.25])
+def test_remax_is_the_lead_over_the_greedy_answer_token_by_token():
+    # two answers of 3 and 2 tokens; what is left of their rewards is 1, 0.5, 0.75 and 0, 0.5; the greedy one got 0.25
+    given = np.array([0.5, -0.25, 0.75, -0.5, 0.5]), np.array([3, 2]), np.array([0.25, 0.25])
+    np.testing.assert_allclose(remax(*given), [0.75, 0.25, 0.5, -0.25, 0.25])
+
+
+def test_remax_needs_no_group_and_no_spread():
+    alone = Claim(reward=[1.0, 0.5, 0.5], group=[0, 1, 1], length=[2, 1, 1], tokens=[2, 1, 1],
+                  greedy={0: 0.5, 1: 1.0})
+    assert estimated("remax", alone).tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=14),
+       st.floats(0.5, 4.0), st.floats(-2.0, 2.0))
+def test_remax_scales_with_the_rewards_and_is_not_moved_by_a_shift_of_all(rows, scale, shift):
+    def claim_of(factor, more):
+        return Claim(reward=[factor * r + more for r, _, _ in rows], group=[g for _, g, _ in rows],
+                     length=[n for _, _, n in rows], tokens=[n for _, _, n in rows],
+                     greedy={g: factor * (g % 3) + more for g in range(5)})
+
+    np.testing.assert_allclose(estimated("remax", claim_of(scale, shift)), scale * estimated("remax", claim_of(1, 0)),
+                               atol=1e-5)
+
+
+def test_remax_of_a_group_without_a_greedy_answer_is_refused_by_place():
+    answers = answers_of(np.ones(3), np.array([0, 1, 1]), baseline_N=np.array([0.5, np.nan, np.nan]))
+    for case in (answers, answers_of(np.ones(1), np.zeros(1, int))):
+        with pytest.raises(ConfigError, match=r"learner.advantage.name: remax needs .*1 groups of the claim have none"):
+            advantages(case, ESTIMATORS["remax"](name="remax"))
 
 
 @pytest.mark.parametrize(("method", "expected"), [("pow", [4, 0, 1]), ("max_min", [1, 0, 1]),
@@ -240,11 +273,10 @@ def test_an_absent_answer_is_as_if_it_were_not_there(name):
     fewer = Claim(reward=only(claim.reward), group=only(claim.group), length=only(claim.length),
                   tokens=only(claim.tokens), parts={k: only(v) for k, v in claim.parts.items()},
                   position=only(claim.position), logprob=only(claim.logprob), squares=only(claim.squares),
-                  weight=only(claim.weight))
+                  weight=only(claim.weight), greedy=claim.greedy)
     masked = Claim(reward=claim.reward, group=claim.group, length=claim.length, parts=claim.parts,
-                   tokens=[0 if i == away else n for i, n in enumerate(claim.tokens)])
-    answers = answers_of(np.array(masked.reward), np.array(masked.group), length_N=np.array(masked.length),
-                         tokens_N=np.array(masked.tokens), parts={k: np.array(v) for k, v in masked.parts.items()})
+                   tokens=[0 if i == away else n for i, n in enumerate(claim.tokens)], greedy=claim.greedy)
+    answers = answers_in(masked)
     policy = PolicyFacts(logprob_K=flat(fewer.logprob), squares_K=flat(fewer.squares), weight_K=flat(fewer.weight),
                          position_K=flat(fewer.position).astype(np.int64))
     present = np.arange(len(claim.reward)) != away

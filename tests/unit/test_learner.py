@@ -143,7 +143,9 @@ def test_a_step_changes_the_weights_as_a_plain_loop_over_the_stock_model_does(tm
     moved = 0.0
     before = dict(AutoModelForCausalLM.from_pretrained(run.model).named_parameters())
     for name, theirs in model.named_parameters():
-        np.testing.assert_allclose(weights[name], theirs.detach(), atol=2e-5, err_msg=name)
+        # AdamW scales all gradients to one size: where one is nearly 0, the order of its sum is a share of lr.
+        np.testing.assert_allclose(weights[name], theirs.detach(), atol=5e-5, err_msg=name)
+        assert (weights[name] - theirs.detach()).abs().mean() < 1e-7, name
         moved = max(moved, (theirs - before[name]).abs().max().item())
     assert moved > 5e-4
 

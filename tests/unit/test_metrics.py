@@ -160,7 +160,15 @@ def test_pool_metrics_are_those_since_the_reading_before_also_over_a_restart() -
         "utilization/rollout_busy": 4.0 / 6.0, "utilization/rollout_waiting": 2.0 / 6.0,
         "utilization/rollout_syncing": 0.0, "utilization/rollout_paused": 0.0, "weights/served_lag": 1.0,
         "rollout/tokens_per_s": 100.0, "rollout/wasted": 0.1, "rollout/in_flight": 9.0, "reward/sampled": 0.25,
-        "rollout/filtered": 3.0, "system/swap_s": 0.0})
+        "rollout/filtered": 3.0, "system/swap_s": 0.0, "rollout/greedy": 0.0})
+
+
+def test_tokens_of_greedy_baselines_are_a_share_of_the_generated_ones_and_wasted() -> None:
+    before = read_pool([replace(status("r-0", "r-0-aa", 4, 1000, 100, 10.0, 0.0), tokens_greedy=90)], at_s=100.0)
+    now = read_pool([replace(status("r-0", "r-0-aa", 6, 1400, 180, 13.0, 1.0), tokens_greedy=150)], at_s=104.0,
+                    before=before)
+    metrics = pool_metrics(now, in_flight=0, published_idx=6)
+    assert (metrics["rollout/greedy"], metrics["rollout/wasted"]) == (0.15, 0.2)
 
 
 SERVER = {"tokens": 0.0, "context_tokens": 0.0, "cached_tokens": 0.0, "swaps": 0.0, "paused_s": 0.0,

@@ -416,6 +416,20 @@ def test_what_the_shards_fix_is_refused_by_name(parent: RunDir, run: RunDir, pai
         check_agreement(run.origin, PARENT, config)
 
 
+REMAX = {"learner": {"advantage": {"name": "remax"}}}
+
+
+def test_greedy_baselines_that_the_shards_have_not_or_that_another_reward_made_are_refused(parent: RunDir) -> None:
+    with pytest.raises(ConfigError, match="name: run first has sampled for grpo, without a greedy"):
+        check_agreement(parent, PARENT, resolve(OFFLINE.model_dump(mode="json"), REMAX))
+    other = parent.root.parent / "other"
+    open_identity(RunDir(other), "other", "tiny-cpu", resolve(CONFIG.model_dump(mode="json"), REMAX))
+    taking_it = resolve(OFFLINE.model_dump(mode="json"), REMAX)
+    check_agreement(RunDir(other), "other", taking_it)
+    with pytest.raises(ConfigError, match="the answers of run other would be scored anew, by other reward settings"):
+        check_agreement(RunDir(other), "other", taking_it.model_copy(update={"reward": "gsm8k"}))
+
+
 def test_more_steps_than_the_shards_make_another_tokenizer_and_an_amended_reward_are_refused(
         parent: RunDir, run: RunDir) -> None:
     with pytest.raises(ConfigError, match="has 17 landed groups, which make 4 steps of groups_per_step = 4; use at "

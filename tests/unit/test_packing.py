@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, GraniteConfig, Lfm2C
 
 from rl_core.errors import ConfigError
 from rl_core.learner import batch as stages
-from rl_core.learner.attention import Rows
+from rl_core.learner.attention import Call, Rows
 from rl_core.learner.logprobs import head_logprobs
+from rl_core.learner.micro import attention_of
 from rl_core.learner.packing import Layout, Pack, fill, last_loss_token, micro_batches, pack, ragged_arange
 from rl_core.learner.policy import PackInputs, Policy, load_policy
 from tests.builders import make_group
@@ -43,8 +44,8 @@ def inputs_of(batch, packed: Pack) -> PackInputs:
     ids = batch["input_ids"]
     row_S = batch["mine"][index(packed.sequence_S)]
     return PackInputs(ids[index(packed.source_P)], batch["position_ids"][index(packed.source_P)],
-                      Rows(tuple(map(index, packed.rows)), index(packed.home_P)), index(packed.predictor_S),
-                      ids[index(packed.target_S)], batch["trajectory", "temperature"][row_S])
+                      attention_of(packed, CPU), index(packed.predictor_S), ids[index(packed.target_S)],
+                      batch["trajectory", "temperature"][row_S])
 
 
 FILLS = {
@@ -74,8 +75,12 @@ def test_a_pack_lays_a_groups_prompt_once_and_leaves_the_last_token_out():
     assert packed.target_S.tolist() == [2, 3, 4, 7, 8, 10, 11]
     assert packed.sequence_S.tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert packed.predictor_S.tolist() == [1, 3, 4, 1, 5, 2, 6]
-    assert [rows.tolist() for rows in packed.rows] == [[[0, 1, 3, 4]], [[0, 1, 5]], [[2, 6]]]
-    assert packed.home_P.tolist() == [0, 1, 7, 2, 3, 6, 8]
+    alone, shared = packed.calls
+    assert (alone.query.tolist(), alone.key, alone.before_R) == ([[2, 6], [0, 1]], None, None)
+    assert shared.query.tolist() == [[3, 4], [5, 0]]
+    assert shared.key is not None and shared.key.tolist() == [[0, 1, 3, 4], [0, 1, 5, 0]]
+    assert shared.before_R is not None and shared.before_R.tolist() == [2]
+    assert packed.home_P.tolist() == [2, 3, 0, 4, 5, 6, 1]
 
 
 def test_tokens_outside_the_loss_are_read_but_not_predicted_and_trailing_ones_not_even_read():
@@ -153,20 +158,21 @@ def test_stock_attention_with_a_cache_lets_packed_sequences_see_each_other_and_o
     caches: list[object] = []
     policy.model.base_model.register_forward_hook(
         lambda module, args, kwargs, out: caches.append((kwargs["use_cache"], out.past_key_values)), with_kwargs=True)
-    rows = Rows((torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[5, 6, 7, 8]])), torch.arange(9))
+    rows = Rows((Call(torch.tensor([[0, 1, 2, 3, 4]])), Call(torch.tensor([[5, 6, 7, 8]]))), torch.arange(9))
     packed = PackInputs(ids[0], positions[0], rows, torch.tensor([5, 6, 7]), torch.tensor(second[1:]), torch.ones(3))
     found = policy(packed).logprob_S
     np.testing.assert_allclose(found.detach(), alone[:3].log_softmax(-1)[[0, 1, 2], second[1:]].detach(), atol=1e-6)
     assert caches == [(False, None)]
 
 
+@pytest.mark.parametrize("prompt", [5, 15], ids=["answers longer than prompts", "prompts longer than answers"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_changed_sequence_changes_no_bit_of_its_neighbours_in_the_pack(tmp_path, family):
+def test_a_changed_sequence_changes_no_bit_of_its_neighbours_in_the_pack(tmp_path, family, prompt):
     """Groups of two answers, so that prompts are shared; one answer gets other tokens, and then one prompt does."""
     policy = policy_of(write_model(tmp_path / "model", family))
-    batch = stages.assemble(rows_of([make_group(i, n=2, lengths=[9, 12], prompt_length=5 + i) for i in range(3)]))
+    batch = stages.assemble(rows_of([make_group(i, n=2, lengths=[9, 12], prompt_length=prompt + i) for i in range(3)]))
     packed = pack(stages.layout_of(batch), np.arange(6))
-    cu, prompt = batch["cu_seqlens"].tolist(), batch["prompt_length"].tolist()
+    cu, prompts = batch["cu_seqlens"].tolist(), batch["prompt_length"].tolist()
     ids = batch["input_ids"].clone()
 
     def logprobs(lo: int, hi: int) -> np.ndarray:
@@ -175,11 +181,11 @@ def test_a_changed_sequence_changes_no_bit_of_its_neighbours_in_the_pack(tmp_pat
         return policy(inputs_of(batch, packed)).logprob_S.detach().numpy()
 
     before = logprobs(0, 0)
-    answer = logprobs(cu[2] + prompt[2], cu[3])
+    answer = logprobs(cu[2] + prompts[2], cu[3])
     np.testing.assert_array_equal(answer[packed.sequence_S != 2], before[packed.sequence_S != 2])
     assert np.median(np.abs(answer - before)[packed.sequence_S == 2]) > 1e-2
     # The prompt of the third group; its two answers share it, and the pack reads the copy of the longer one.
-    shared = logprobs(cu[5], cu[5] + prompt[5])
+    shared = logprobs(cu[5], cu[5] + prompts[5])
     np.testing.assert_array_equal(shared[packed.sequence_S < 4], before[packed.sequence_S < 4])
     for one in (4, 5):
         assert np.median(np.abs(shared - before)[packed.sequence_S == one]) > 1e-2

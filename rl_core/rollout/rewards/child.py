@@ -27,13 +27,14 @@ from rl_core.rollout.rewards.parameters import Request
 from rl_core.rollout.rewards.results import left_out
 from rl_core.rollout.rewards.reward_model import ModelTask
 from rl_core.rollout.rewards.signatures import Bound, bind, is_chat
+from rl_core.rollout.session_calls import SessionCalls
 from rl_core.rollout.verdicts import Verdicts
 
 
 class Task(TypedDict):
     """What this process is to run."""
 
-    kind: Literal["reward", "group_filter", "sampler"]
+    kind: Literal["reward", "group_filter", "sampler", "session"]
     target: str
     """`./file.py:function` (in cwd), `package.module:function`, or a reward of Headway's by its name."""
     cwd: str
@@ -91,13 +92,15 @@ def load(target: str, cwd: str, what: str = "reward", module_name: str = "headwa
     return cast(Callable[..., Any], function)
 
 
-def _bound(task: Task) -> Bound | Verdicts | OrderCalls:
+def _bound(task: Task) -> Bound | Verdicts | OrderCalls | SessionCalls:
     own = own_reward(task) if task["kind"] == "reward" else None
     if own is not None:
         return bind(own, "answer")
     sys.path.insert(0, task["cwd"])
     if task["kind"] == "group_filter":
         return Verdicts(load(task["target"], task["cwd"], "group filter"))
+    if task["kind"] == "session":
+        return SessionCalls(load(task["target"], task["cwd"], "session"))
     if task["kind"] == "sampler":
         return OrderCalls(load(task["target"], task["cwd"], "sampler"))
     return bind(load(task["target"], task["cwd"]), task["signature"], task["answer_key"])
@@ -133,7 +136,7 @@ def _raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({places[-1]})" if places else "")
 
 
-def _hint(bound: Bound | Verdicts | OrderCalls, request: Request, error: BaseException) -> str:
+def _hint(bound: Bound | Verdicts | OrderCalls | SessionCalls, request: Request, error: BaseException) -> str:
     """People move a TRL reward for chats to rows whose prompts are texts."""
     if bound.signature == "trl" and isinstance(error, TypeError | IndexError) and not is_chat(request["prompt"]):
         return "; the row's prompt is a text, so completions are texts, as in TRL; write prompts as chats for messages"

@@ -86,7 +86,7 @@ def logprob_gaps(model_dir: Path, samples: Mapping[float, Sequence[Sampled]]) ->
     """Temperature -> mean |log-prob of the server - log-prob of the learner's model in float32|, nats."""
     import torch  # here: what only asks needs none of it
 
-    from rl_core.learner.attention import Rows
+    from rl_core.learner.attention import Call, Rows
     from rl_core.learner.policy import PackInputs, load_policy
 
     policy = load_policy(model_dir, logits_chunk=512, dtype=torch.float32, device=torch.device("cpu"))
@@ -96,7 +96,7 @@ def logprob_gaps(model_dir: Path, samples: Mapping[float, Sequence[Sampled]]) ->
         here = torch.arange(len(ids))
         predictor_S = here[len(sampled.prompt) - 1:-1]
         target_S = ids[len(sampled.prompt):]
-        inputs = PackInputs(ids, here, Rows((here[None],), here), predictor_S, target_S,
+        inputs = PackInputs(ids, here, Rows((Call(here[None]),), here), predictor_S, target_S,
                             torch.full((len(target_S),), temperature))
         return float((policy(inputs).logprob_S - torch.tensor(sampled.logprobs)).abs().mean())
 

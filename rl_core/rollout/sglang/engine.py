@@ -127,7 +127,7 @@ class SglangEngine:
         future.set_running_or_notify_cancel()
         try:
             check_request(request, self._vocabulary, self._context)
-            refused = wire.refused_sampling(request.sampling) if self._loan is None else None
+            refused = wire.refused_sampling(request.sampling) if self._loan is None and request.trained else None
             if refused is not None:
                 raise ValueError(f"request {request.request_id!r}: {refused}")
         except ValueError as error:
