@@ -20,6 +20,9 @@ from rl_core.experience.batch import session_numbers
 from rl_core.experience.ledger import put_claim
 from rl_core.experience.reader import ClaimRows
 from rl_core.experience.shards import ShardWriter
+from rl_core.learner.learner import fold_claims
+from rl_core.learner.replay import replay
+from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir, put_if_absent, to_json
 from rl_core.types import Claim, ShardRef, Trajectory, TrajectoryGroup, VersionRuns
 from tests.builders import VOCAB, make_claim, make_group
@@ -203,3 +206,10 @@ class LiveLogits(TorchDispatchMode):
         ref = StorageWeakRef(tensor.untyped_storage())
         self._alive[ref.cdata] = (ref, max(rows, self._alive.get(ref.cdata, (ref, 0))[1]))
         self.peak = max(self.peak, sum(n for _, n in self._alive.values()))
+
+
+def same_again(run: RunDir, steps: int) -> None:
+    """Every step is replayed bit by bit, and so is the whole run from its initial model."""
+    assert recorded_steps(run) == list(range(steps))
+    assert [(one.step, one.verdict) for one in replay(run, range(steps))] == [(k, "identical") for k in range(steps)]
+    assert fold_claims(str(run.root)) == read_record(run, steps - 1).weights_digest

@@ -65,6 +65,12 @@ class Command:
             time.sleep(0.05)
 
 
+def ended(command: Command, code: int = 0) -> RunDir:
+    """The run, once its command has ended with this code."""
+    assert command.wait(600) == code, command.said
+    return command.run
+
+
 def _hear_interrupts() -> None:
     """As a terminal starts it: whoever runs the tests in the background of a script ignores SIGINT, and children do."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -244,7 +244,7 @@ def layout_of(batch: TensorDict) -> Layout:
     loss_T = column(batch, "loss_mask").numpy()
     start_M, length_M = cu[:-1], np.diff(cu) - prompt_M
     return Layout(start_M=start_M, prompt_M=prompt_M, used_M=last_loss_token(loss_T, start_M, prompt_M, length_M),
-                  group_M=column(batch, "trajectory", "context")[column(batch, "mine")].numpy(), loss_T=loss_T)
+                  context_M=column(batch, "trajectory", "context")[column(batch, "mine")].numpy(), loss_T=loss_T)
 
 
 def to_device(batch: TensorDict, device: torch.device) -> TensorDict:

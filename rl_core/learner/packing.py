@@ -38,7 +38,7 @@ class Layout:
     """Prompt tokens, at least 1."""
     used_M: Ints
     """Answer tokens up to the last one in the loss; 0 = nothing of it is in the loss."""
-    group_M: Ints
+    context_M: Ints
     """Number of its prompt in the claim: the answers of a group share one, but for prompts of their own."""
     loss_T: NDArray[np.bool_]
     """Tokens in the loss, after masks."""
@@ -53,7 +53,7 @@ class Layout:
 
     def apart(self) -> Layout:
         """The same with a prompt of its own for every trajectory: nothing is shared."""
-        return replace(self, group_M=np.arange(len(self.group_M)))
+        return replace(self, context_M=np.arange(len(self.context_M)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def micro_batches(layout: Layout, members_M: NDArray[np.bool_], budget: int) -> 
     first, and every part has the prompt.
     """
     chosen = np.flatnonzero(members_M & (layout.used_M > 0))
-    order = chosen[np.argsort(layout.group_M[chosen], kind="stable")]
-    _, first = np.unique(layout.group_M[order], return_index=True)
+    order = chosen[np.argsort(layout.context_M[chosen], kind="stable")]
+    _, first = np.unique(layout.context_M[order], return_index=True)
     parts: list[Ints] = []
     sizes: list[int] = []
     for same in np.split(order, first[1:]) if len(order) else []:
@@ -153,7 +153,7 @@ def pack(layout: Layout, sequences: Ints) -> Pack:
     order = sequences[np.argsort(-(layout.prompt_M + layout.answer_M)[sequences], kind="stable")]
     start, prompt, used, answer = (of_M[order] for of_M in (layout.start_M, layout.prompt_M, layout.used_M,
                                                             layout.answer_M))
-    _, first, mine, answers = np.unique(layout.group_M[order], return_index=True, return_inverse=True,
+    _, first, mine, answers = np.unique(layout.context_M[order], return_index=True, return_inverse=True,
                                         return_counts=True)
     prompt_place = np.cumsum(prompt[first]) - prompt[first]
     answer_place = int(prompt[first].sum()) + np.cumsum(answer) - answer

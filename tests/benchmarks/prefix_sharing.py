@@ -63,7 +63,7 @@ def claim(groups: int, size: int, prompt_of_answers: float) -> TensorDict:
 def ideal(batch: TensorDict) -> float:
     """Places of plain packing for each one with shared prompts."""
     layout = stages.layout_of(batch)
-    _, first = np.unique(layout.group_M, return_index=True)
+    _, first = np.unique(layout.context_M, return_index=True)
     answers = int(layout.answer_M.sum())
     return (int(layout.prompt_M.sum()) + answers) / (int(layout.prompt_M[first].sum()) + answers)
 

@@ -9,7 +9,7 @@ The first tenth of the steps warms everything up, the second tenth is what the l
 * all other bytes of the run directory (claims, records ...): they grow with the steps, by so much for each
 * processor seconds of all processes per trained token: last tenth against the second one
 
-Not part of `make bench`: 2,000 steps take a quarter of an hour on two cores.
+Not part of `make bench`: 2,000 steps take five minutes on two cores.
 """
 
 from __future__ import annotations

@@ -14,14 +14,11 @@ import torch
 from transformers import Qwen3ForSequenceClassification
 
 from rl_core.checkpoint import newest_whole
-from rl_core.learner.learner import fold_claims
-from rl_core.learner.replay import replay
 from rl_core.records import read_record, recorded_steps
-from rl_core.run_dir import RunDir
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
 from tests.judging import Judge, says
-from tests.learning import write_model
-from tests.runs import Command, Home
+from tests.learning import same_again, write_model
+from tests.runs import Home, ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.algorithms]
 
@@ -40,18 +37,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 NUMBERS = {"kl-in-the-loss": ("train/kl_reference", "train/kl_beta", "train/reference_step"),
            "kl-in-the-reward": ("train/kl_reference", "train/kl_beta"),
            "distilled-by-reverse-kl": ("train/distillation",), "distilled-by-forward-kl": ("train/distillation",)}
-
-
-def ended(command: Command, code: int = 0) -> RunDir:
-    assert command.wait(600) == code, (command.out[-3000:], command.err[-3000:])
-    return command.run
-
-
-def same_again(run: RunDir, steps: int) -> None:
-    """Every step is replayed bit by bit, and so is the whole run from its initial model."""
-    assert recorded_steps(run) == list(range(steps))
-    assert [(one.step, one.verdict) for one in replay(run, range(steps))] == [(k, "identical") for k in range(steps)]
-    assert fold_claims(str(run.root)) == read_record(run, steps - 1).weights_digest
 
 
 @pytest.fixture(scope="module")

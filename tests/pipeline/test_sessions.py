@@ -11,31 +11,17 @@ import pytest
 
 from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import read_claim_rows, read_groups
-from rl_core.learner.learner import fold_claims
-from rl_core.learner.replay import replay
 from rl_core.observations import read_observation
 from rl_core.records import read_record, recorded_steps
-from rl_core.run_dir import RunDir
 from rl_core.versions import read_versions
-from tests.runs import Command, Home
+from tests.learning import same_again
+from tests.runs import Home, ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.algorithms]
 
 B, N, STEPS = 4, 4, 3
 SMALL = (f"groups_per_step={B}", f"group_size={N}", "data.size=256", "data.validation=null", "checkpoint.every=2",
          "learner.warmup_steps=0", "sampling.max_new_tokens=8")
-
-
-def ended(command: Command, code: int = 0) -> RunDir:
-    assert command.wait(600) == code, (command.out[-3000:], command.err[-3000:])
-    return command.run
-
-
-def same_again(run: RunDir, steps: int) -> None:
-    """Every step is replayed bit by bit, and so is the whole run from its initial model."""
-    assert recorded_steps(run) == list(range(steps))
-    assert [(one.step, one.verdict) for one in replay(run, range(steps))] == [(k, "identical") for k in range(steps)]
-    assert fold_claims(str(run.root)) == read_record(run, steps - 1).weights_digest
 
 
 MINE = '''

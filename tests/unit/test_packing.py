@@ -30,7 +30,7 @@ def layout(prompts: list[int], answers: list[int], groups: list[int], off: tuple
     loss[ragged_arange(start + prompt, answer)] = True
     loss[list(off)] = False
     return Layout(start_M=start, prompt_M=prompt, used_M=last_loss_token(loss, start, prompt, answer),
-                  group_M=np.array(groups), loss_T=loss)
+                  context_M=np.array(groups), loss_T=loss)
 
 
 def policy_of(directory: Path, chunk: int = 2048) -> Policy:

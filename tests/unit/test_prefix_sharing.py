@@ -37,7 +37,7 @@ def layout(prompts: list[int], answers: list[int], contexts: list[int], off: tup
     loss[ragged_arange(start + prompt, answer)] = True
     loss[list(off)] = False
     return Layout(start_M=start, prompt_M=prompt, used_M=last_loss_token(loss, start, prompt, answer),
-                  group_M=np.array(contexts), loss_T=loss, behind=behind)
+                  context_M=np.array(contexts), loss_T=loss, behind=behind)
 
 
 # -- what a pack says, without a model ---------------------------------------------------------------------------------
