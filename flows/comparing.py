@@ -35,13 +35,12 @@ def _table(baseline: str, run: Mapping[str, Any]) -> list[str]:
     for of in run["differences"]:
         if of["baseline"] is None and of["value"] is None:
             continue
-        interval = "" if of["low"] is None else f"{of['low']:+.4g} to {of['high']:+.4g}"
         rows.append((of["name"].replace("_", " "), _number(of["baseline"]), _number(of["value"]),
-                     _number(of["difference"], "+"), interval, of["unit"], of["verdict"]))
+                     of["said"]["difference"], of["said"]["interval"], of["unit"], of["verdict"]))
     widths = [max(len(row[i]) for row in rows) for i in range(7)]
     return ["  " + "  ".join(cell.ljust(width) if i in (0, 5, 6) else cell.rjust(width)
                              for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
-def _number(value: float | None, sign: str = "") -> str:
-    return "unknown" if value is None else f"{value:{sign}.4g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

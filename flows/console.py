@@ -43,6 +43,8 @@ class View:
     accuracy_start: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of the last step, by the names of rl_core/metrics.py."""
+    tokens_per_s: float | None = None
+    """Answer tokens trained, over the last steps."""
     part: tuple[str, int, int] | None = None
     """A long part of the start, done and total: `("warming up", 120, 250)`."""
     note: str | None = None
@@ -59,7 +61,7 @@ def view_of(status: Mapping[str, Any]) -> View:
         run_key=status.get("run_key", ""), state=status.get("state", ""),
         stages=tuple((name, seconds) for name, seconds in status.get("stages", ())),
         step=status.get("step", 0), total=status.get("total_steps", 0), accuracy=status.get("accuracy"),
-        accuracy_start=status.get("accuracy_start"), part=part,
+        accuracy_start=status.get("accuracy_start"), tokens_per_s=status.get("tokens_per_s"), part=part,
         metrics={name: math.nan if value is None else value for name, value in status.get("metrics", {}).items()},
         note=status.get("trouble") or status.get("stall") or status.get("note"), stall=status.get("stall"))
 
@@ -197,7 +199,7 @@ def plain_line(view: View, left_s: float | None) -> str:
 
 
 def facts(view: View) -> list[str]:
-    """The numbers that people look at first, those that are known."""
+    """The numbers that people look at first, those that are known; of a run that trains always how fast it is."""
     get = view.metrics.get
     said: list[str] = []
     if _known(get("reward/mean")):
@@ -206,9 +208,16 @@ def facts(view: View) -> list[str]:
         said.append(f"accuracy {view.accuracy:.3f}")
     if _known(get("staleness/mean")):
         said.append(f"staleness {get('staleness/mean'):.1f} max {get('staleness/max', math.nan):.0f}")
-    if _known(get("rollout/tokens_per_s")):
-        said.append(f"{number(get('rollout/tokens_per_s', 0.0))} tokens/s")
+    if view.metrics or view.state == "training":
+        said.append(f"{_rate(view.tokens_per_s)} tokens/s")
     return said
+
+
+def _rate(value: float | None) -> str:
+    """Never 0, which would say that nothing is trained: `3 012`, `0.25`; a dash where it is unknown."""
+    if value is None or not value > 0:
+        return "-"
+    return number(value) if value >= 10 else f"{value:.2g}"
 
 
 def _busy(view: View) -> list[str]:
@@ -233,6 +242,7 @@ def picture_of(view: View, left_s: float | None, rewards: Sequence[float]) -> Re
     rows: list[Text] = [head]
     if said := facts(view):
         rows.append(Text("  ".join(said)))
+    if view.metrics:
         rows.append(Text("  ".join([sparkline(rewards), *_busy(view)]), style="bright_black"))
     if view.note:
         rows.append(Text(clean(view.note), style="yellow"))

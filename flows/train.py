@@ -37,10 +37,10 @@ from tasks.checkpoint import checkpoint, checkpoint_due
 from tasks.night_end import after_training, judged_again
 from tasks.night_files import night_tags
 from tasks.offline import check_shards
+from tasks.owner import MAX_WALL_TIME, Owner, own_run, set_up
 from tasks.paths import new_run_key, run_dir
 from tasks.report import publish_report
 from tasks.rollout import continuous_rollout, gather
-from tasks.session import MAX_WALL_TIME, Session, open_session, set_up
 from tasks.training import train_step
 from tasks.validation import (
     validate_beside,
@@ -87,51 +87,51 @@ def train_run(preset: str, config: Config, key: str, *, amend: bool = False, gro
     """What a flow does that begins a run, or goes on with it: bring it to its end. `tags`: of its MLflow run."""
     make_plan(config)  # the command has done this and more; a flow that Prefect starts has not
     check_shards(run_dir(key), key, config)
-    session = open_session(preset, config, key, amend=amend, groups=groups, tags=tags)
+    owner = own_run(preset, config, key, amend=amend, groups=groups, tags=tags)
     with signals.noted():
         try:
-            set_up(session)
+            set_up(owner)
             if groups is not None:
-                gather(session)
+                gather(owner)
             elif config.validation.only:
-                validate_newest(session)
+                validate_newest(owner)
             else:
-                train_steps(session)
-            return publish_report(session)
+                train_steps(owner)
+            return publish_report(owner)
         except BaseException as error:
             # Whatever is raised after a signal comes of it: code that a signal meets may turn it into an error.
             if isinstance(error, KeyboardInterrupt | TerminationSignal) or signals.received() is not None:
-                return Cancelled(message=session.cancelled(signals.received() or "SIGINT"))
+                return Cancelled(message=owner.cancelled(signals.received() or "SIGINT"))
             if isinstance(error, WallTimeReached):
-                return Cancelled(message=session.cancelled(MAX_WALL_TIME))
-            session.failed(error)
+                return Cancelled(message=owner.cancelled(MAX_WALL_TIME))
+            owner.failed(error)
             raise
         finally:
-            session.close()
+            owner.close()
 
 
-def train_steps(session: Session) -> None:
+def train_steps(owner: Owner) -> None:
     """The visible loop: rollout beside training (none on another run's shards), until the steps or the data end."""
-    with session.progress.stage("training"):
-        if not session.config.offline:
-            session.rollout = continuous_rollout.submit(session)
-        validate_unfinished(session)
-        done = session.first_step
-        if validation_due(session, done):
-            validate_beside(session, done)
-        for step in session.remaining_steps:
-            session.check_time()
-            session.ended = train_step(session, step)
-            if session.ended is not None:
+    with owner.progress.stage("training"):
+        if not owner.config.offline:
+            owner.rollout = continuous_rollout.submit(owner)
+        validate_unfinished(owner)
+        done = owner.first_step
+        if validation_due(owner, done):
+            validate_beside(owner, done)
+        for step in owner.remaining_steps:
+            owner.check_time()
+            owner.ended = train_step(owner, step)
+            if owner.ended is not None:
                 break
             done = step + 1
-            if checkpoint_due(session, done):
-                checkpoint(session, done)
-            if validation_due(session, done):
-                validate_beside(session, done)
-        session.end_rollout()
-        session.ended = session.ended or session.claims.end()
-        validate_beside(session, done)
-        if checkpoint_due(session, done, last=True):
-            checkpoint(session, done)
-        wait_for_validations(session)
+            if checkpoint_due(owner, done):
+                checkpoint(owner, done)
+            if validation_due(owner, done):
+                validate_beside(owner, done)
+        owner.end_rollout()
+        owner.ended = owner.ended or owner.claims.end()
+        validate_beside(owner, done)
+        if checkpoint_due(owner, done, last=True):
+            checkpoint(owner, done)
+        wait_for_validations(owner)

@@ -8,10 +8,11 @@ Shape suffixes: `_G` rows (groups) of one shard, `_N` their answers, `_R` versio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -104,6 +105,16 @@ def claimed_shards(run: RunDir, claim: Claim, gaps: Gaps | None) -> dict[tuple[s
         if batch is not None:
             batches[key] = batch
     return batches
+
+
+def truth_of(meta_json: str) -> str | None:
+    """The ground truth in a group's facts; None where they do not have one."""
+    try:
+        meta: Any = json.loads(meta_json)
+    except ValueError:
+        return None
+    truth: Any = cast(Mapping[str, Any], meta).get("answer") if isinstance(meta, dict) else None
+    return None if truth is None else str(truth)
 
 
 def _claimed(path: Path, expected: str | None) -> pa.RecordBatch:

@@ -46,7 +46,9 @@ def compare_runs(keys: Sequence[str], plot: str | None = None) -> dict[str, Any]
 
 def _against(baseline: RunDir, run: RunDir) -> dict[str, Any]:
     return {"run_key": run.root.name, "steps": len(recorded_steps(run)),
-            "differences": [asdict(each) | {"verdict": each.verdict} for each in compare(baseline, run)],
+            "differences": [asdict(each) | {"verdict": each.verdict, "said": {
+                "difference": each.said.difference, "interval": each.said.interval}}
+                            for each in compare(baseline, run)],
             "settings": {name: list(both) for name, both in changed_settings(baseline, run).items()},
             "caveats": list(caveats(baseline, run))}
 

@@ -33,7 +33,7 @@ from tasks.settings import settings_in
 
 if TYPE_CHECKING:
     from rl_core.rollout.prompts import PromptSource
-    from tasks.session import Session
+    from tasks.owner import Owner
 
 
 def base_settings(shards_from: str, overrides: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -122,12 +122,12 @@ def _model_of(config: Config) -> dict[str, Any]:
     return config.model.model_dump(mode="json")
 
 
-def take_up(session: Session, prompts: PromptSource) -> Taken:
+def take_up(owner: Owner, prompts: PromptSource) -> Taken:
     """The shards in the run directory, scored by its reward, and what the ledger says of them. Idempotent.
 
-    Raises ConfigError, BrokenFile, FailureBudgetSpent, and what stops the session.
+    Raises ConfigError, BrokenFile, FailureBudgetSpent, and what stops the owner.
     """
-    run, config, progress = session.run, session.config, session.progress
+    run, config, progress = owner.run, owner.config, owner.progress
     key = config.data.shards_from
     assert key is not None
     taken = read_taken(run)
@@ -139,30 +139,30 @@ def take_up(session: Session, prompts: PromptSource) -> Taken:
     check_same_inputs(run.origin, key, digests)
     check_inputs(run, {**digests, **place_roles(run, config), "shards": taken.digest}, rows=len(prompts))
     if taken.rescored and not run.rescored.exists():
-        _rescore(session, taken, prompts)
-    note_what_is_not_taken(run, taken, session.attempt)
+        _rescore(owner, taken, prompts)
+    note_what_is_not_taken(run, taken, owner.attempt)
     progress.set(note=f"trains on {taken.groups} groups of run {taken.run_key}, "
                       + ("scored anew" if taken.rescored else "with their rewards"))
     return taken
 
 
-def _rescore(session: Session, taken: Taken, prompts: PromptSource) -> None:
+def _rescore(owner: Owner, taken: Taken, prompts: PromptSource) -> None:
     from rl_core.rescoring import Rescoring
     from rl_core.rollout.prompts import load_tokenizer
     from rl_core.rollout.rewards.scoring import make_scorer
 
-    progress = session.progress
-    with closing(make_scorer(session.config)) as scorer:
-        Rescoring(run=session.run, config=session.config, taken=taken, attempt=session.attempt, prompts=prompts,
-                  tokenizer=load_tokenizer(session.run.model), scorer=scorer, check=session.check,
+    progress = owner.progress
+    with closing(make_scorer(owner.config)) as scorer:
+        Rescoring(run=owner.run, config=owner.config, taken=taken, attempt=owner.attempt, prompts=prompts,
+                  tokenizer=load_tokenizer(owner.run.model), scorer=scorer, check=owner.check,
                   progress=lambda done, total: progress.set(state="scoring anew", rescored=[done, total])).finish()
     progress.set(state="starting")
 
 
-def check_enough(session: Session) -> None:
+def check_enough(owner: Owner) -> None:
     """Raises ShardsSpent before anything is trained where the usable groups are fewer than the steps left need: the
     filter, or answers that could not be scored, took out the others."""
-    experience, config, run_key = session.experience, session.config, session.identity.run_key
+    experience, config, run_key = owner.experience, owner.config, owner.identity.run_key
     experience.discover(full=True)
     need = config.groups_per_step * (config.total_steps - experience.next_step)
     if need > experience.L:

@@ -22,7 +22,7 @@ from tasks.screens import Screens
 from tasks.tracking import Tracker, destination
 
 if TYPE_CHECKING:
-    from tasks.session import Session
+    from tasks.owner import Owner
 
 FLUSH_S = 30.0
 """Longest that a finished run waits for MLflow; what is missing then is replayed by the next start of the run."""
@@ -32,21 +32,21 @@ TELL_S = 10.0
 
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
-def publish_report(session: Session) -> dict[str, Any]:
+def publish_report(owner: Owner) -> dict[str, Any]:
     """Write what a finished run leaves behind and return its summary (the keys of `headway train --json`)."""
-    run, config, identity = session.run, session.config, session.identity
-    session.screens.end()  # the last pages are made beside the figures
+    run, config, identity = owner.run, owner.config, owner.identity
+    owner.screens.end()  # the last pages are made beside the figures
     figures = draw_figures(run, title=identity.run_key, limit=config.staleness.limit)
     # So that the summary can name the MLflow run, also of a very short run.
-    answers = session.tracker.flush(deadline_s=FLUSH_S)
+    answers = owner.tracker.flush(deadline_s=FLUSH_S)
     summary = summarize(run, run_key=identity.run_key, status="completed",
-                        wall_s=time.monotonic() - session.started_s, mlflow_run_id=session.tracker.run_id).as_json()
-    ended = None if session.ended is None else asdict(session.ended)  # None: validation.only, a later start goes on
+                        wall_s=time.monotonic() - owner.started_s, mlflow_run_id=owner.tracker.run_id).as_json()
+    ended = None if owner.ended is None else asdict(owner.ended)  # None: validation.only, a later start goes on
     telling = threading.Thread(target=copy_context().run, args=(tell_summary, summary),
                                name="prefect-artifacts", daemon=True)
     telling.start()  # beside the end of everything else, and no longer: a server may hang
-    session.finish("completed", figures=figures, mlflow_answers=answers, summary=summary, ended=ended,
-                   gathered=session.gathered)
+    owner.finish("completed", figures=figures, mlflow_answers=answers, summary=summary, ended=ended,
+                 gathered=owner.gathered)
     telling.join(TELL_S)
     return summary
 

@@ -1,12 +1,12 @@
 """The pages of a run as artifacts of its MLflow run, and the link to it in Prefect: viewer, timeline.
 
-Made on a thread of their own, so that nothing waits for them: each from the run directory alone, once, also where the
-run is started again. A page that cannot be made is a line in `logs/screens.log`, never a failed run.
+Made on a thread of their own, so that nothing waits for them, the timeline in a process of its own: each from the run
+directory alone, once, also where the run is started again. A page that cannot be made is a line in `logs/screens.log`,
+never a failed run.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,15 +45,6 @@ def viewer_screens(run: RunDir) -> list[Screen]:
         if step - 1 in recorded:
             found.append(Screen(f"viewer/step-{step - 1:09d}.html", partial(answers.step_page, run, step - 1)))
     return found
-
-
-def timeline_screens(run: RunDir) -> list[Screen]:
-    """The timeline as a page, and as a trace for Perfetto or Chrome. Made again they are newer, under the same name."""
-    from rl_core.looking.timeline import chrome_trace
-    from rl_core.pages import timeline as page
-
-    return [Screen("timeline/timeline.html", partial(page.timeline_page, run)),
-            Screen("timeline/trace.json", lambda: json.dumps(chrome_trace(run)))]
 
 
 class Screens:
@@ -138,9 +129,7 @@ class Screens:
                 if screen.name not in stored and screen.name not in self._tried:
                     self._make(screen)
         if ending or time.monotonic() - self._timeline_at >= TIMELINE_EVERY_S:
-            with _noted(self._run, "timeline"):
-                for screen in timeline_screens(self._run):
-                    self._make(screen)
+            self._make_timeline()
             self._timeline_at = time.monotonic()
 
     def _make(self, screen: Screen) -> None:
@@ -149,6 +138,16 @@ class Screens:
         self._tried.add(screen.name)  # one that fails is tried again by the next start
         with _noted(self._run, screen.name):
             self._tracker.add_page(screen.name, screen.make())
+
+    def _make_timeline(self) -> None:
+        """Made again it is newer, under the same name."""
+        from rl_core.pages.timeline_process import timeline_texts  # imports pyarrow
+
+        if self._stopped:
+            return
+        with _noted(self._run, "timeline"):
+            for name, text in timeline_texts(self._run).items():
+                self._tracker.add_page(f"timeline/{name}", text)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from tasks.cluster import ActorSpec, Handle, Pending, gather, start_all
 from tasks.waiting import waiting
 
 if TYPE_CHECKING:
-    from tasks.session import Session
+    from tasks.owner import Owner
 
 
 T = TypeVar("T")
@@ -275,15 +275,15 @@ class Claims:
 
 
 @task(name="train-step", task_run_name="train-step-{step}", cache_policy=NO_CACHE, persist_result=False)
-def train_step(session: Session, step: int) -> EndOfData | None:
+def train_step(owner: Owner, step: int) -> EndOfData | None:
     """Claim step k and train it. Returns how the source ended where it holds no full claim any more, else None."""
-    claim = session.claims.take(step)
+    claim = owner.claims.take(step)
     if isinstance(claim, EndOfData):
         return claim
-    session.learner.send(step)
-    if session.config.staleness.policy != "wait":  # that policy's hold begins when the step before is done
-        session.claims.ahead(step + 1, then=session.send_ahead)
-    record = session.learner.train(step)
+    owner.learner.send(step)
+    if owner.config.staleness.policy != "wait":  # that policy's hold begins when the step before is done
+        owner.claims.ahead(step + 1, then=owner.send_ahead)
+    record = owner.learner.train(step)
     if record is not None:  # a voided step trains nothing
-        session.saw_step(record)
+        owner.saw_step(record)
     return None

@@ -97,3 +97,30 @@ def small_run(path: Path, run_key: str = "small", *, bonus: float = 0.0) -> RunD
         {"data_source": "sort", "prompt": "sort 31", "answer": "13", "mode": "greedy", "text": "13", "reward": 1.0,
          "correct": 1.0, "extracted": None, "length": 2, "finish": "stop"}]}))
     return run
+
+
+def session_group(position: int) -> TrajectoryGroup:
+    """Two sessions: "1", and then "13", which answers the prompt, "1" and a space; and "31" alone."""
+    group = spoken_group(position)
+    right, wrong, first, _ = group.trajectories
+    tokenizer, prompt = character_tokenizer(), group.lease.prompt
+    space = np.array(tokenizer.encode(" ", add_special_tokens=False).ids, np.int32)
+    again = np.concatenate([prompt.token_ids_P, first.token_ids_L, space])
+    return replace(group, trajectories=(
+        replace(first, session=0, score=right.score), replace(right, session=0, prompt_ids_P=again),
+        replace(wrong, session=1)))
+
+
+def run_of_sessions(path: Path) -> RunDir:
+    """Step 0 trained on a group of sessions, and was validated; nothing of that was kept but its record."""
+    run = RunDir(path)
+    open_identity(run, "sessions", "tiny-cpu", Config())
+    write_tokenizer(run.model, 64)
+    put_version(run, WeightVersion(v=0, step=0, idx=0, attempt=1, digest="w0"))
+    landed = ShardWriter(run, "rollout-0", 1, {}, False).land([session_group(0)])
+    put_claim(run, make_claim(run, [ShardRef(stream=landed.stream, seq=landed.seq)]), fsync=False)
+    put_record(run, record(0))
+    put_if_absent(run.validation(1), to_json({"step": 1, "v": 1, "idx": 1, "n": 8, "greedy_accuracy": 0.5,
+                                              "sampled_accuracy": None, "mean_length": 4.0, "seconds": 0.25,
+                                              "ts_us": 1}))
+    return run

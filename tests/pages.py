@@ -94,7 +94,7 @@ def mlflow_artifact(page: Any, shown: Shown, path: str) -> Any:
 
 
 def mlflow_traces(page: Any, shown: Shown) -> None:
-    """The list of the run's traces: answers of its validations, with what they got."""
+    """The list of the run's traces: answers of its validations and of training, with what they got."""
     _open_mlflow(page, f"{shown.mlflow}/traces")
     page.get_by_text("tr-").first.wait_for()
 

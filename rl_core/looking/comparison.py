@@ -18,6 +18,7 @@ from rl_core.errors import ConfigError
 from rl_core.estimates import Estimate, paired_difference
 from rl_core.gaps import Gaps
 from rl_core.history import History, Validation, read_history
+from rl_core.looking.difference_text import NOISE, DifferenceText, say_difference
 from rl_core.plan import differing
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import RunDir, read_json
@@ -56,7 +57,12 @@ class Difference:
     @property
     def certain(self) -> bool:
         """Whether the interval leaves 0 out."""
-        return self.low > 0 or self.high < 0
+        return self.low > NOISE or self.high < -NOISE
+
+    @property
+    def said(self) -> DifferenceText:
+        """Difference and interval in words, the same on every page and in every report."""
+        return say_difference(self.difference, self.low, self.high)
 
     @property
     def verdict(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from rl_core.experience.ledger import read_claim
 from rl_core.experience.staleness import OFFLINE
 from rl_core.gaps import Gaps, found
 from rl_core.landed_groups import checked_batch
-from rl_core.metrics import STATES
+from rl_core.metrics import STATES, weighted_mean
 from rl_core.observations import read_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir, numbered, read_json
@@ -30,7 +30,7 @@ CURVE_STEPS = 2000
 AGE_STEPS = 64
 """Steps whose groups are counted by age: what is true now, not what was at the start."""
 LAST_STEPS = 16
-"""Steps that shares of time are averaged over, and the pace is taken from."""
+"""Steps that shares of time and tokens/s are averaged over, and the pace is taken from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +50,25 @@ class Sight:
     shares: Mapping[str, float]
     """`learner_busy`, `rollout_waiting` ...: share of the time of a side, mean over the last LAST_STEPS steps that
     tell; NaN where none does."""
+    tokens_per_s: float
+    """`trained_tokens_per_s` of the last LAST_STEPS steps."""
     step_s: float
     """Mean seconds from one record to the next, over as many; NaN where there are fewer than two."""
     newest_s: float
     """When the newest record was made, seconds since 1970; NaN without one."""
     accuracy_V: tuple[float, ...]
     """Greedy accuracy of each validation, by step; NaN where a record has none."""
+
+
+def trained_tokens_per_s(steps: Iterable[Mapping[str, float]]) -> float:
+    """Answer tokens that steps trained over the time that they took, waits between them included; NaN where none tells.
+
+    By the records: what rollout workers count are the tokens of answers that ended, and none may end in a short step. A
+    step's time is that of an answer, 1 / `system/samples_per_s`, as in docs/frames.md 7.
+    """
+    speeds = [(step.get("system/tokens_per_s", math.nan), step.get("system/samples_per_s", math.nan)) for step in steps]
+    known = [(tokens, answers) for tokens, answers in speeds if tokens > 0 and answers > 0]
+    return weighted_mean([tokens for tokens, _ in known], [1 / answers for _, answers in known])
 
 
 class Watch:
@@ -94,7 +107,8 @@ class Watch:
         return Sight(
             steps=len(steps), step_K=tuple(read), metrics=self._metrics[read[-1]] if read else {},
             reward_K=tuple(self._metrics[step].get("reward/mean", math.nan) for step in read),
-            ages=dict(sorted(ages.items())), shares=self._shares(last), step_s=self._step_s(last),
+            ages=dict(sorted(ages.items())), shares=self._shares(last),
+            tokens_per_s=trained_tokens_per_s(self._metrics[step] for step in last), step_s=self._step_s(last),
             newest_s=self._ts_us[read[-1]] / 1e6 if read else math.nan, accuracy_V=self._accuracies())
 
     def recent(self, count: int) -> list[dict[str, float]]:

@@ -95,8 +95,9 @@ def best_of(differences: Mapping[str, Sequence[Difference]]) -> str:
 
 def told(difference: Difference) -> str:
     """`0.31 against 0.76 of BASELINE's (-0.45 [-0.52, -0.37])` without the name: values and interval in words."""
-    ends = "" if math.isnan(difference.low) else f" [{difference.low:+.4g}, {difference.high:+.4g}]"
-    return f"{difference.value:.4g} against {difference.baseline:.4g} ({difference.difference:+.4g}{ends})"
+    said = difference.said
+    ends = f" [{said.low}, {said.high}]" if said.low else ""
+    return f"{difference.value:.4g} against {difference.baseline:.4g} ({said.difference}{ends})"
 
 
 # -- one rule each

@@ -6,22 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.looking.comparison import Difference
+from rl_core.looking.difference_text import DASH
 from rl_core.nightly.nights import Night, Outcome
 from rl_core.run_dir import json_values
 
 WORDS = {"promote": "promoted", "keep": "kept, the baseline stays", "alarm": "alarm, the baseline stays"}
-DASH = "-"
 
 
-def number(value: float, *, sign: bool = False) -> str:
+def number(value: float) -> str:
     """`0.7625`; a dash for what does not exist."""
-    return DASH if math.isnan(value) else f"{value:{'+' if sign else ''}.4g}"
-
-
-def interval(difference: Difference) -> str:
-    """`-0.02 to +0.08`; a dash where no spread is known."""
-    return DASH if math.isnan(difference.low) else f"{difference.low:+.4g} to {difference.high:+.4g}"
+    return DASH if math.isnan(value) else f"{value:.4g}"
 
 
 def night_words(night: Night, outcome: Outcome, version: int | None) -> dict[str, Any]:
@@ -43,8 +37,8 @@ def night_markdown(night: Night, outcome: Outcome, facts: Mapping[str, str]) -> 
     parts = [f"## {_cell(night.key)}: {WORDS[outcome.verdict]}", *(f"* {_cell(reason)}" for reason in outcome.reasons),
              "", f"Compared with {_cell(base)}.", "",
              _table(["what", "baseline", "this night", "difference", "95 %", "unit"],
-                    [[each.name, number(each.baseline), number(each.value), number(each.difference, sign=True),
-                      interval(each), each.unit] for each in outcome.differences])]
+                    [[each.name, number(each.baseline), number(each.value), each.said.difference,
+                      each.said.interval, each.unit] for each in outcome.differences])]
     if night.is_matrix:
         rows = {run.run_key: run.overrides for run in night.runs}
         parts += ["", "### Runs", _table(["run", "settings", "verdict by itself", "why"], [

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rl_core.gaps import Gaps
 from rl_core.looking.comparison import Difference, caveats, changed_settings, check_comparable, compare
 from rl_core.looking.curves import SMOOTH_STEPS, Curve, read_curve, smooth
+from rl_core.looking.difference_text import DASH
 from rl_core.pages.page import asset, page, text
 from rl_core.run_dir import RunDir
 
@@ -147,8 +148,7 @@ def _differences(baseline: RunDir, run: RunDir) -> str:
 
 
 def _row(of: Difference) -> str:
-    cells = [of.name.replace("_", " "), f"{of.baseline:.4g}", f"{of.value:.4g}", f"{of.difference:+.4g}",
-             f"{of.low:+.4g} to {of.high:+.4g}" if math.isfinite(of.low) else "", of.unit]
-    cells = ["" if cell in ("nan", "+nan") else cell for cell in cells]
+    values = [DASH if math.isnan(value) else f"{value:.4g}" for value in (of.baseline, of.value)]
+    cells = [of.name.replace("_", " "), *values, of.said.difference, of.said.interval, of.unit]
     verdict = of.verdict
     return "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in cells) + f'<td class="{verdict}">{verdict}</td></tr>'

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.looking.comparison import Difference
 from rl_core.nightly.nights import Night, Outcome
-from rl_core.nightly.text import WORDS, interval, number
+from rl_core.nightly.text import WORDS, number
 from rl_core.pages.page import asset, page, text
 
 WIDTH, HEIGHT = 180, 16
@@ -46,29 +46,27 @@ def _numbers(differences: Sequence[Difference]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("what", "baseline", "this night", "difference", "95 %", "", "unit"))
     rows = "".join(
         f"<tr><td>{text(each.name.replace('_', ' '))}</td><td>{number(each.baseline)}</td><td>{number(each.value)}</td>"
-        f'<td class="{_mood(each)}">{number(each.difference, sign=True)}</td><td>{interval(each)}</td>'
+        f'<td class="{_mood(each)}">{each.said.difference}</td><td>{each.said.interval}</td>'
         f"<td>{_drawing(each)}</td><td>{text(each.unit)}</td></tr>" for each in differences)
     return f'<h2>Numbers</h2><table class="numbers"><tr>{head}</tr>{rows}</table>'
 
 
 def _mood(difference: Difference) -> str:
     """Better, worse, or not known to be either."""
-    if not difference.certain or difference.better == "neither":
-        return "same"
-    return "better" if (difference.difference > 0) == (difference.better == "more") else "worse"
+    return difference.verdict or "same"
 
 
 def _drawing(difference: Difference) -> str:
-    """The interval beside 0, each in a scale of its own; nothing where it is unknown."""
+    """The interval beside 0, each in a scale of its own; nothing where there is none."""
     reach = max(abs(difference.low), abs(difference.high))
-    if math.isnan(reach) or reach == 0.0 or math.isinf(reach):
+    if not difference.said.low or math.isinf(reach):
         return ""
     def at(value: float) -> str:
         return f"{WIDTH / 2 + value / reach * (WIDTH / 2 - 6):.1f}"
 
     middle = HEIGHT / 2
     return (f'<svg class="{_mood(difference)}" width="{WIDTH}" height="{HEIGHT}" role="img" '
-            f'aria-label="{text(interval(difference))}"><line class="zero" x1="{at(0)}" x2="{at(0)}" y1="0" '
+            f'aria-label="{text(difference.said.interval)}"><line class="zero" x1="{at(0)}" x2="{at(0)}" y1="0" '
             f'y2="{HEIGHT}"/><line class="ends" x1="{at(difference.low)}" x2="{at(difference.high)}" y1="{middle}" '
             f'y2="{middle}"/><circle cx="{at(difference.difference)}" cy="{middle}" r="4"/></svg>')
 

@@ -6,10 +6,8 @@ log-probs of the learner do not: they take its weights, so they are there only w
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +19,7 @@ from rl_core.experience.reader import copy_tokens, token_views
 from rl_core.experience.staging import Staging
 from rl_core.experience.staleness import OFFLINE
 from rl_core.gaps import Gaps, found
-from rl_core.landed_answers import FINISH_NAMES, claimed_shards
+from rl_core.landed_answers import FINISH_NAMES, claimed_shards, truth_of
 from rl_core.learner.token_states import (
     NOT_SAMPLED,
     Sampled,
@@ -106,21 +104,11 @@ def _groups(groups: Sequence[ClaimedGroup], opened: Sequence[pa.RecordBatch], sh
     metas: list[list[str]] = [batch.column("meta_json").to_pylist() for batch in opened]
     made: list[Group] = []
     for ordinal, group in enumerate(groups):
-        truth = _truth(metas[int(shard_G[ordinal])][group.row])
+        truth = truth_of(metas[int(shard_G[ordinal])][group.row])
         made.append(Group(group_id=group.group_id, source=sources[int(source_G[ordinal])], truth=truth,
                           age=None if oldest_G[ordinal] < 0 else int(claim.idx - oldest_G[ordinal]),
                           prompt_ids=prompt_ids[offsets[ordinal]:offsets[ordinal + 1]]))
     return tuple(made)
-
-
-def _truth(meta_json: str) -> str | None:
-    """The ground truth in a group's facts; None where they do not have one."""
-    try:
-        meta: Any = json.loads(meta_json)
-    except ValueError:
-        return None
-    truth: Any = cast(Mapping[str, Any], meta).get("answer") if isinstance(meta, dict) else None
-    return None if truth is None else str(truth)
 
 
 def _extracted(groups: Sequence[ClaimedGroup], opened: Sequence[pa.RecordBatch], shard_G: NDArray[np.int64],

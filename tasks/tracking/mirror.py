@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rl_core.config import Config
 from rl_core.errors import BrokenFile
+from rl_core.gaps import Gaps
 from rl_core.metrics import is_tracked, tracked_names, validation_metrics
 from rl_core.observations import observed_steps, read_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import revisions
 from rl_core.run_dir import RunDir, file_numbers, numbered, put_if_absent, read_json, to_json
 from tasks.destination import Destination, flatten, redact, resolved
-from tasks.tracking import traces
 from tasks.tracking.client import open_client
 from tasks.tracking.inputs import as_inputs, data_sets, tags_of
+from tasks.tracking.sampled import training_traces, validation_traces
+from tasks.tracking.traces import TracedRun, put_traces
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -41,7 +43,12 @@ TAG_AMEND = "headway.amend."
 """And the number of the revision: what was amended, and from which step on."""
 TAG_UNREAD = "headway.data_unread"
 """Why the run has no data sets as inputs."""
+TAG_TRACED = "headway.traced"
+"""The newest validation for which trajectories of the training step before it are traces."""
+TAG_UNTRACED = "headway.trajectories_unread"
+"""Why the newest of those steps that has fewer of them, or none, has."""
 UNREAD_CHARACTERS = 1000
+VALIDATION = r"step-(\d{9})\.json"
 TAG_TABLES = "mlflow.loggedArtifacts"
 """Names the artifacts that MLflow's pages show as tables."""
 TABLES = "validations"
@@ -85,8 +92,7 @@ def _sources(run: RunDir) -> tuple[_Source, ...]:
     return (
         _Source(tracked_names("learner")[0], lambda: recorded_steps(run), run.record, record),
         _Source(tracked_names("owner")[0], lambda: observed_steps(run), run.observation, observation),
-        _Source(None, lambda: file_numbers(run.validations, r"step-(\d{9})\.json"), None,
-                validation),
+        _Source(None, lambda: file_numbers(run.validations, VALIDATION), None, validation),
     )
 
 
@@ -141,6 +147,9 @@ class Mirror:
         self._sources = {source: self._replayed(source) for source in _sources(run)}
         self._looked = False
         self._tables = self._stored_tables()
+        self._of = TracedRun(run_uuid=tags[TAG_RUN_UUID], run_id=self.run_id, experiment_id=self.experiment_id)
+        traced = int(found.data.tags.get(TAG_TRACED, -1))
+        self._traced = {k for k in file_numbers(run.validations, VALIDATION) if k <= traced}
         self.stored_pages = frozenset(name for folder in PAGES for name in self._stored(folder, r".*\.(html|json)"))
         """`viewer/validation-000000020.html` ... of earlier starts."""
 
@@ -165,6 +174,7 @@ class Mirror:
         self._send(batch, marks)
         self._looked = True
         self._put_tables()
+        self._put_trajectories()
 
     def _put_tables(self) -> None:
         """Answers of the validations as tables of MLflow: `validations/step-<k>.json`. Each is written whole, so that
@@ -173,7 +183,8 @@ class Mirror:
         new = [k for k in there if k not in self._tables and self._run.validation(k).exists()]
         for k in new:
             rows = read_json(there[k])["rows"]
-            self._put_traces(k, rows)  # before the table, which says that all of this step is there
+            # Before the table, which says that all of this step is there.
+            put_traces(self._where.uri, validation_traces(self._of, self._run, k, rows))
             table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
             self._client.log_dict(self.run_id, table, f"{TABLES}/step-{k:09d}.json")
             self._tables.add(k)
@@ -181,19 +192,19 @@ class Mirror:
             shown = [{"path": f"{TABLES}/step-{k:09d}.json", "type": "table"} for k in sorted(self._tables)]
             self._client.set_tag(self.run_id, TAG_TABLES, json.dumps(shown[-SHOWN_TABLES:]))
 
-    def _put_traces(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Some of these answers as traces."""
-        from mlflow.tracing.client import TracingClient
-
-        record = read_json(self._run.validation(step))
-        answers = [traces.Answer(
-            run_uuid=self._tags[TAG_RUN_UUID], run_id=self.run_id, experiment_id=self.experiment_id, step=step,
-            version=int(record["v"]), place=place, row=rows[place], ts_us=int(record["ts_us"]))
-            for place in traces.shown(rows)]
-        client = TracingClient(self._where.uri)
-        for answer in answers:
-            client.start_trace(traces.trace_info(answer))
-        client.log_spans(self.experiment_id, [span for answer in answers for span in traces.spans(answer)])
+    def _put_trajectories(self) -> None:
+        """Some of what the training step before each validation consumed, as traces."""
+        for k in file_numbers(self._run.validations, VALIDATION):
+            if k in self._traced:
+                continue
+            gaps = Gaps()
+            if self._run.record(k - 1).exists():
+                put_traces(self._where.uri, training_traces(self._of, self._run, k - 1, gaps))
+            if gaps:
+                self._client.set_tag(self.run_id, TAG_UNTRACED, f"step {k - 1}: {gaps[0]}"[:UNREAD_CHARACTERS])
+            self._traced.add(k)
+            # Behind the traces: it says that they are there.
+            self._client.set_tag(self.run_id, TAG_TRACED, str(max(self._traced)))
 
     def _put_data_sets(self, found: Run) -> None:
         """Once per run. What cannot be read becomes a tag: it is the run's own reader that this stops, or has not."""

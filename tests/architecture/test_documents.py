@@ -105,6 +105,30 @@ def test_cited_documents_and_sections_exist() -> None:
     assert cited >= 30
 
 
+def test_documents_cite_sections_that_are_there() -> None:
+    """`([algorithms](algorithms.md) 15)` of another document, `section 9` of the own one."""
+    number, dead, cited = r"(\d+(?:\.\d+)*)(?!\w|\.\d)", list[str](), 0
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        text = re.sub(r"\s+", " ", path.read_text())
+        others = re.findall(rf"\]\(([\w-]+\.md)\),?(?: section)? {number}", text)
+        others += [(name, section) for section, name in
+                   re.findall(rf"\bsection {number} of \[[^]]*\]\(([\w-]+\.md)\)", text)]
+        own = re.findall(rf"(?<!\) )(?<!\), )\bsection {number}(?! of \[)", text) if sections_of(path) else []
+        for name, section in [*others, *((path.name, section) for section in own)]:
+            cited += 1
+            if section not in sections_of(ROOT / "docs" / name):
+                dead.append(f"{path.name}: {name} {section}")
+    assert not dead, "\n".join(dead)
+    assert cited >= 50
+
+
+def test_numbered_sections_follow_each_other_and_what_is_not_there_comes_last() -> None:
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        heads = re.findall(r"^## (\d+) (.*)$", path.read_text(), re.MULTILINE)
+        assert [int(number) for number, _ in heads] == list(range(1, len(heads) + 1)), path.name
+        assert "Not there yet" not in [title for _, title in heads[:-1]], path.name
+
+
 def test_documents_are_cited_by_their_file() -> None:
     """Without its ending a document would escape the test above."""
     names = "|".join(path.stem for path in (ROOT / "docs").glob("*.md"))

@@ -56,6 +56,13 @@ def test_every_public_function_of_rl_core_has_a_docstring() -> None:
     assert not bare, "\n".join(bare)
 
 
+def test_a_session_is_of_answers_and_an_owner_of_a_run() -> None:
+    """Each word has one meaning (docs/glossary.md)."""
+    found = [(node.name, name) for name, tree in sources("rl_core", "tasks", "flows") for node in tree.body
+             if isinstance(node, ast.ClassDef) and node.name in ("Session", "Owner")]
+    assert found == [("Session", "rl_core/rollout/group.py"), ("Owner", "tasks/owner.py")]
+
+
 def test_no_pickle_is_loaded() -> None:
     """Files of a run directory are Arrow, JSON and safetensors; none of them runs code when it is read."""
     found: list[str] = []

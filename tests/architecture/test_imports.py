@@ -61,7 +61,7 @@ def test_imports_go_one_way_and_through_their_doors() -> None:
     ("name", "source", "expected"),
     [
         ("rl_core/learner.py", "def f():\n    import ray", ["rl_core/learner.py:2 imports ray"]),
-        ("rl_core/plan.py", "from tasks.session import set_up", ["rl_core/plan.py:1 imports tasks.session"]),
+        ("rl_core/plan.py", "from tasks.owner import set_up", ["rl_core/plan.py:1 imports tasks.owner"]),
         ("tasks/training.py", "import ray.util", ["tasks/training.py:1 imports ray.util"]),
         ("tasks/cluster.py", "import ray", []),
         ("tasks/report.py", "from mlflow import log_metric", ["tasks/report.py:1 imports mlflow"]),

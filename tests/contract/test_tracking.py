@@ -25,7 +25,9 @@ from rl_core.types import StepRecord
 from tasks.destination import Destination, destination, flatten, redact, redact_in, resolved
 from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, TAG_TABLES, Tracker, make_database
 from tasks.tracking.inputs import tags_of
-from tasks.tracking.traces import SHOWN, shown
+from tasks.tracking.mirror import TAG_TRACED, TAG_UNTRACED
+from tasks.tracking.sampled import SHOWN
+from tests.looking import T0, run_of_sessions, small_run
 
 CONFIG = Config.model_validate({"isolated": True, "total_steps": 180})
 TS_US = 1_790_000_000_000_000
@@ -180,8 +182,104 @@ def test_some_answers_of_a_validation_are_traces_with_a_span_for_each_turn_and_n
         *(("reward", value) for value in ("0.0", "0.3", "0.6", "1.0", "1.3", "1.6"))]
 
 
-def test_the_answers_that_become_traces_lie_evenly_in_the_table() -> None:
-    assert [shown(range(n), 3) for n in (0, 2, 3, 12)] == [[], [0, 1], [0, 1, 2], [0, 4, 8]]
+def of_traces(tracker: Tracker) -> str:
+    """Ids of the traces of its run, as SQL."""
+    return f"(select request_id from trace_request_metadata where value = '{tracker.run_id}')"
+
+
+def tag(home: Path, tracker: Tracker, key: str) -> str | None:
+    found = query(home, f"select value from tags where run_uuid = '{tracker.run_id}' and key = '{key}'")
+    return str(found[0][0]) if found else None
+
+
+def test_some_trajectories_of_the_step_before_each_validation_are_traces_and_none_is_doubled(
+        tmp_path: Path, home: Path) -> None:
+    """Validations 0, 2 and 3: of steps 1 and 2, whose claims have two groups of four answers each."""
+    from mlflow import MlflowClient
+
+    run = small_run(tmp_path / "run")
+    for start in ("first", "after one that died before it could say so", "that finds all there, and reads none again"):
+        if start.startswith("that"):
+            run.claim(2).write_text("{")
+        again = tracker(run, home, uuid="training")
+        again.start()
+        assert again.finish("FINISHED", DEADLINE_S)
+        assert (tag(home, again, TAG_TRACED), tag(home, again, TAG_UNTRACED)) == ("3", None), start
+        if start == "first":
+            MlflowClient(again.where.uri).delete_tag(str(again.run_id), TAG_TRACED)
+    mine = of_traces(again)
+    assert query(home, "select name, count(*), min(timestamp_ms), max(response_preview) from trace_info join spans on "
+                       f"trace_id = request_id where request_id in {mine} and parent_span_id is null "
+                       "group by name order by name") == [
+        ("training 1", SHOWN, (T0 + 1) * 1000, "31"), ("training 2", SHOWN, (T0 + 2) * 1000, "31"),
+        ("validation 3: greedy", 1, 0, "13")]
+    assert query(home, f"select name, count(*) from spans where trace_id in {mine} group by name order by name") == [
+        ("training 1", SHOWN), ("training 2", SHOWN), ("turn 1", 2 * SHOWN + 1), ("validation 3: greedy", 1)]
+    of_training = f"{mine} and trace_id in (select request_id from trace_tags where value = 'training')"
+    assert query(home, f"select name, value, count(*) from assessments where trace_id in {of_training} "
+                       "group by name, value order by name, value") == [
+        ("correct", "0.0", 8), ("correct", "1.0", 4), ("part_digits", "0.5", 4), ("part_digits", "1.0", 8),
+        ("reward", "0.0", 4), ("reward", "0.25", 4), ("reward", "1.0", 4)]
+
+
+def test_a_trajectory_says_what_it_got_who_sampled_it_and_where_it_landed(tmp_path: Path, home: Path) -> None:
+    run = small_run(tmp_path / "run")
+    one = tracker(run, home, uuid="facts")
+    one.start()
+    assert one.finish("FINISHED", DEADLINE_S)
+    root, turn = spans_of(home, one, "training 2")[0]
+    assert root["name"] == "training 2" and turn["name"] == "turn 1"
+    assert root["mlflow.spanInputs"] == {"prompt": "user\nsort 31\nassistant\n", "answer": "4"}
+    assert root["mlflow.spanOutputs"] == {"text": "13", "reward": 1.0, "correct": 1.0, "extracted": "13", "length": 2,
+                                          "finish": "stop"}
+    stream = root.pop("stream")
+    assert stream.startswith("rollout-0-") and run.shard(stream, root["seq"]).exists()
+    assert {name: root[name] for name in ("group", "session", "seq", "row", "versions", "age")} == {
+        "group": "e0-p4-t0", "session": 0, "seq": 2, "row": 0, "versions": [1, 2], "age": 1}
+    assert {name: turn[name] for name in ("length", "finish", "versions", "age")} == {
+        "length": 2, "finish": "stop", "versions": [1, 2], "age": 1}
+    assert turn["mlflow.spanInputs"]["messages"][0]["content"] == "user\nsort 31\nassistant\n"
+    assert turn["mlflow.spanOutputs"]["choices"][0]["message"]["content"] == "13"
+    tags = set(query(home, f"select key, value from trace_tags where request_id in {of_traces(one)}"))
+    assert tags >= {("headway.group", "e0-p4-t0"), ("headway.version", "1, 2"), ("headway.kind", "validation")}
+
+
+def spans_of(home: Path, tracker: Tracker, name: str) -> list[list[dict[str, Any]]]:
+    """The spans of each trace of that name, the root first: names and attributes."""
+    from mlflow.tracing.client import TracingClient
+
+    uri = f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+    ids = query(home, f"select trace_id from spans where trace_id in {of_traces(tracker)} and name = '{name}'")
+    traces = [TracingClient(uri).get_trace(str(trace_id)) for trace_id, in ids]
+    found = [[{"name": span.name, **span.attributes} for span in trace.data.spans] for trace in traces]
+    return sorted(found, key=lambda spans: (spans[0]["group"], spans[0]["session"]))
+
+
+def test_a_session_of_several_trajectories_is_one_trace_with_a_span_for_each_in_order(
+        tmp_path: Path, home: Path) -> None:
+    one = tracker(run_of_sessions(tmp_path / "run"), home, uuid="sessions")
+    one.start()
+    assert one.finish("FINISHED", DEADLINE_S)
+    two_turns, single = spans_of(home, one, "training 0")
+    assert [span["name"] for span in two_turns] == ["training 0", "turn 1", "turn 2"]
+    assert two_turns[0]["mlflow.spanOutputs"]["length"] == 3 and two_turns[0]["mlflow.spanOutputs"]["text"] == "13"
+    assert [span["mlflow.spanInputs"]["messages"][0]["content"].splitlines()[-1] for span in two_turns[1:]] == [
+        "assistant", "1 "]
+    assert [span["name"] for span in single] == ["training 0", "turn 1"]
+
+
+def test_shards_that_cannot_be_read_are_no_traces_and_a_tag_that_says_why(tmp_path: Path, home: Path) -> None:
+    run = small_run(tmp_path / "run")
+    [stream] = {key.rpartition("/")[0] for key in read_json(run.claim(2))["shard_digests"]}
+    shard = run.shard(stream, 2)
+    shard.unlink()
+    one = tracker(run, home, uuid="unread-shards")
+    one.start()
+    assert one.finish("FINISHED", DEADLINE_S) and one.trouble is None
+    why = tag(home, one, TAG_UNTRACED)
+    assert why is not None and why.startswith("step 2: ") and shard.name in why
+    assert tag(home, one, TAG_TRACED) == "3"
+    assert len(spans_of(home, one, "training 1")) == SHOWN and spans_of(home, one, "training 2") == []
 
 
 def test_the_data_sets_are_inputs_by_digest_and_source_and_no_row_of_them_is_copied(tmp_path: Path, home: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where the two mean different things (docs/algorithms.md 15): cases of TRL, and the nearest settings of Headway."""
+"""Where the two mean different things (docs/algorithms.md 14): cases of TRL, and the nearest settings of Headway."""
 
 from __future__ import annotations
 

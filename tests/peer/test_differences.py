@@ -1,4 +1,4 @@
-"""The differences to TRL are those that docs/algorithms.md 15 says, by their numbers."""
+"""The differences to TRL are those that docs/algorithms.md 14 says, by their numbers."""
 
 from __future__ import annotations
 

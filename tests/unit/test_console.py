@@ -15,6 +15,7 @@ from flows.console import (
     Pace,
     clean,
     duration,
+    facts,
     failed_lines,
     next_lines,
     number,
@@ -24,7 +25,7 @@ from flows.console import (
     view_of,
 )
 
-METRICS = {"reward/mean": 0.6123, "staleness/mean": 1.25, "staleness/max": 2.0, "rollout/tokens_per_s": 3012.4,
+METRICS = {"reward/mean": 0.6123, "staleness/mean": 1.25, "staleness/max": 2.0, "rollout/tokens_per_s": 0.0,
            "utilization/learner_busy": 0.914, "utilization/rollout_busy": 0.736}
 STATUS: dict[str, Any] = {"run_key": "k", "state": "training", "stages": [["services", 2.13], ["model", 7.7]],
                           "total_steps": 180}
@@ -34,7 +35,7 @@ SUMMARY = {"run_key": "tiny", "status": "completed", "steps": 180, "accuracy_sta
 
 
 def trained(step: int, **fields: Any) -> dict[str, Any]:
-    return {**STATUS, "step": step, "metrics": METRICS, "accuracy": 0.58, **fields}
+    return {**STATUS, "step": step, "metrics": METRICS, "tokens_per_s": 3012.4, "accuracy": 0.58, **fields}
 
 
 class Clock:
@@ -73,6 +74,17 @@ def test_plain_output_is_stages_once_and_a_line_every_five_seconds() -> None:
         "step  20/180  reward 0.612  accuracy 0.580  staleness 1.2 max 2  3 012 tokens/s  2 min 40 s left",
         "step 180/180  reward 0.612  accuracy 0.580  staleness 1.2 max 2  3 012 tokens/s",
     ]
+
+
+SPEEDS = {"many": (3012.4, "3 012 tokens/s"), "few": (0.25, "0.25 tokens/s"), "none known": (None, "- tokens/s"),
+          "none": (0.0, "- tokens/s")}
+
+
+@pytest.mark.parametrize(("speed", "said"), SPEEDS.values(), ids=SPEEDS)
+def test_a_run_that_trains_is_never_said_to_make_no_tokens(speed: float | None, said: str) -> None:
+    assert facts(view_of(trained(3, tokens_per_s=speed)))[-1] == said
+    assert facts(view_of(STATUS)) == ["- tokens/s"], "before the first record"
+    assert facts(view_of({**STATUS, "state": "replaying"})) == []
 
 
 def test_a_long_part_of_the_start_is_said_every_five_seconds() -> None:

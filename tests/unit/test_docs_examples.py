@@ -166,7 +166,7 @@ def test_stages_of_the_quickstart_are_those_of_the_code() -> None:
     """Console, services and session name them; the table has the same, in order."""
     table = QUICKSTART.split("| stage |")[1].split("\n\n")[0]
     named = [name for cell in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for name in cell.split(", ")]
-    source = "\n".join((ROOT / name).read_text() for name in ("flows/launch.py", "flows/train.py", "tasks/session.py"))
+    source = "\n".join((ROOT / name).read_text() for name in ("flows/launch.py", "flows/train.py", "tasks/owner.py"))
     sometimes = {"mlflow", "fork", "shards"}
     staged = set(re.findall(r"stage\((?:console, |start\.console, )?\"([a-z]+)\"[) ]", source)) - sometimes
     assert named == ["plan", "prefect", "ray", "model", "actors", "learner", "experience", "training"]

@@ -504,7 +504,7 @@ def test_what_is_free_of_the_file_system_stops_admission_too(told: RunDir, monke
 
 
 class Owner:
-    """What retention needs of a session, over a real run; its learner writes real checkpoints."""
+    """What retention needs of an owner, over a real run; its learner writes real checkpoints."""
 
     def __init__(self, run: RunDir, **over: Any) -> None:
         self.run, self.config, self.experience = run, store_config(**over), next_owner(run, store_config(**over))

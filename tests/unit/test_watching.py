@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ import pytest
 
 from flows.watching import watch, watch_status
 from flows.watching_text import curve, stacked, wait_text, watch_line, watch_rows, who_waits
-from rl_core.looking.watching import Watch
+from rl_core.looking.watching import LAST_STEPS, Watch, trained_tokens_per_s
 from rl_core.metrics import names
 from rl_core.observations import put_observation
 from rl_core.records import put_record
@@ -83,6 +84,31 @@ def test_what_cannot_be_read_is_left_out(run: RunDir) -> None:
     assert [repr(value) for value in seen.accuracy_V] == ["0.25", "nan", "0.5"]
 
 
+def test_tokens_per_second_are_those_that_the_last_steps_trained(owned: RunDir) -> None:
+    """Of 16 answers each: 400 tokens in 2 s, 400 tokens in 4 s. Workers have ended no answer in the last one."""
+    quick = {"system/tokens_per_s": 200.0, "system/samples_per_s": 8.0}
+    slow = {"system/tokens_per_s": 100.0, "system/samples_per_s": 4.0}
+    for step, speed in ((3, quick), (4, slow)):
+        put_record(owned, record(step, **speed))
+    looking = Watcher("small")
+    assert looking.look()["tokens_per_s"] == pytest.approx(800 / 6), "the record is there before the observation"
+    idle = dict.fromkeys(names("owner"), 0.0)
+    put_observation(owned, 4, idle, ts_us=(T0 + 4) * 1_000_000)
+    report = looking.look()
+    assert report["metrics"]["rollout/tokens_per_s"] == 0.0 and report["tokens_per_s"] == pytest.approx(800 / 6)
+    assert "133 tokens/s" in watch_line(report) and any("133 tokens/s" in row for row in said(report))
+
+
+def test_tokens_per_second_are_of_the_last_steps_alone(run: RunDir) -> None:
+    for step in range(3, 3 + LAST_STEPS):
+        put_record(run, record(step, **{"system/tokens_per_s": 50.0 if step > 3 else 900.0,
+                                        "system/samples_per_s": 2.0}))
+    assert Watch(run).look().tokens_per_s == (900.0 + 50.0 * (LAST_STEPS - 1)) / LAST_STEPS
+    put_record(run, record(3 + LAST_STEPS, **{"system/tokens_per_s": 50.0, "system/samples_per_s": 2.0}))
+    assert Watch(run).look().tokens_per_s == 50.0
+    assert math.isnan(trained_tokens_per_s([])), "unknown, not 0"
+
+
 def said(report: dict[str, Any]) -> list[str]:
     return ["".join(text for text, _ in row).rstrip() for row in watch_rows(report)]
 
@@ -92,7 +118,7 @@ def test_the_picture_of_a_run_that_trains(owned: RunDir) -> None:
     assert said(report) == [
         "small  training, attempt 1",
         "training  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  3/180  2 min 57 s left",
-        "reward 0.500  accuracy 0.500  staleness 1.0 max 2",
+        "reward 0.500  accuracy 0.500  staleness 1.0 max 2  - tokens/s",
         "",
         "reward  of trained answers, steps 0 to 2",
         "   0.500 ┤  █",
@@ -117,8 +143,8 @@ def test_a_run_that_failed_says_why(run: RunDir) -> None:
     report = Watcher("small").look()
     assert (report["state"], report["over"], report["left_s"]) == ("failed", True, None)
     assert said(report)[-1] == "cause     RewardError: it raised"
-    assert watch_line(report) == ("failed  step   3/180  reward 0.500  accuracy 0.500  staleness 1.0 max 2  learner "
-                                  "waits 0%  rollout waits 50%  RewardError: it raised")
+    assert watch_line(report) == ("failed  step   3/180  reward 0.500  accuracy 0.500  staleness 1.0 max 2  "
+                                  "- tokens/s  learner waits 0%  rollout waits 50%  RewardError: it raised")
 
 
 def test_a_run_without_a_step_is_shown(tmp_path: Path, owned: RunDir) -> None:
@@ -165,8 +191,8 @@ def reports(*states: str) -> Iterator[dict[str, Any]]:
     for i, state in enumerate(states):
         yield {"run_key": "k", "state": state, "over": state == "completed", "attempt": 1, "steps": i, "total_steps": 2,
                "left_s": None, "stages": [], "reward": {"steps": [], "mean": []}, "accuracy": [],
-               "metrics": {"reward/mean": 0.5}, "staleness": {"limit": 2, "groups": {}}, "utilization": share,
-               "live": {}, "waits": [], "note": None, "cause": None}
+               "metrics": {"reward/mean": 0.5}, "tokens_per_s": 64.0, "staleness": {"limit": 2, "groups": {}},
+               "utilization": share, "live": {}, "waits": [], "note": None, "cause": None}
 
 
 class Terminal(io.StringIO):
@@ -179,7 +205,8 @@ def test_without_a_terminal_each_look_is_one_plain_line_and_the_last_is_the_end(
     seen = reports("training", "training", "completed", "never looked at")
     watch(lambda: next(seen), stream, every_s=None, as_json=False, sleep=slept.append)
     assert stream.getvalue().splitlines() == [
-        "training  step 0/2  reward 0.500", "training  step 1/2  reward 0.500", "completed  step 2/2  reward 0.500"]
+        "training  step 0/2  reward 0.500  64 tokens/s", "training  step 1/2  reward 0.500  64 tokens/s",
+        "completed  step 2/2  reward 0.500  64 tokens/s"]
     assert slept == [5.0, 5.0] and "\x1b" not in stream.getvalue()
 
 

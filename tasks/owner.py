@@ -30,6 +30,7 @@ from rl_core.config import Config, EngineConfig, LearnerConfig, SglangEngineConf
 from rl_core.errors import DeadPart, RunEnded, WallTimeReached
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData
+from rl_core.looking.watching import LAST_STEPS, trained_tokens_per_s
 from rl_core.metrics import PoolReading, names, pool_metrics, read_pool
 from rl_core.model_setup import copy_model, model_digests, set_up_model
 from rl_core.observations import observed_steps, put_observation
@@ -76,8 +77,8 @@ VALIDATION_NICE = 10
 """Validation takes the processor time that training and rollout leave."""
 
 
-class Session:
-    """What one start of a run holds while it lives. `open_session` makes it, `set_up` fills it, `close` ends it."""
+class Owner:
+    """Owns a run for one start of it, and all that it needs. `own_run` makes it, `set_up` fills it, `close` ends it."""
 
     learner: LearnerGroup
     pool: cluster.RemotePool
@@ -107,6 +108,8 @@ class Session:
         self.ends_at = self.started_s + (config.max_wall_time or math.inf)
         """Clock at which this start ends itself."""
         self._step_ends = deque[float](maxlen=RECENT_STEPS + 1)
+        self._last_steps = deque[Mapping[str, float]](maxlen=LAST_STEPS)
+        """Their metrics, of this start."""
         self.stop = threading.Event()
         self.validations: list[Any] = []
         self.validations_left: set[int] = set()
@@ -156,12 +159,12 @@ class Session:
                 self.learner.send(step)
 
     def restart_validator(self) -> None:
-        """A fresh validation engine in place of one that died. Raises RunEnded if it was ended with the session."""
+        """A fresh validation engine in place of one that died. Raises RunEnded if it was ended with this start."""
         if not self._ending.is_set():
             self.validator = cluster.start_or_adopt(_validator_spec(self), fresh=True)
         if self._ending.is_set():  # also when that came meanwhile: then nobody else ends the new one
             self.validator.kill()
-            raise RunEnded("nothing more is validated: the session has ended")
+            raise RunEnded("nothing more is validated: this start has ended")
 
     def saw_step(self, record: StepRecord) -> None:
         """Note a trained step: what the rollout side did meanwhile, tracking, status line."""
@@ -173,7 +176,9 @@ class Session:
         metrics = pool_metrics(self._seen, in_flight=self.experience.F, published_idx=self.published_idx,
                                sampled=self.experience.take_sampled(), filtered=self.experience.take_filtered())
         self.tracker.observe(record.step, metrics)
-        self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics)
+        self._last_steps.append(record.metrics)
+        self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics,
+                          tokens_per_s=trained_tokens_per_s(self._last_steps))
         STORY.info("trained in %.3f s, reward %.4g", record.metrics["system/step_s"], record.metrics["reward/mean"],
                    extra={"step": record.step})
         self._artifact.done(record.step + 1)
@@ -188,7 +193,7 @@ class Session:
 
     def end_rollout(self) -> None:
         """Let the pump go and end the workers: nothing more is claimed. Workers whose servers validate stay as long as
-        the session, with nothing to do. Raises what the pump raised."""
+        the owner, with nothing to do. Raises what the pump raised."""
         self.stop.set()
         if hasattr(self, "rollout"):  # none where the groups are another run's
             self.rollout.result(timeout=5)
@@ -292,8 +297,8 @@ class Session:
                     ended.result()
 
 
-def open_session(preset: str, config: Config, run_key: str, *, amend: bool = False, groups: int | None = None,
-                 tags: Mapping[str, str] | None = None) -> Session:
+def own_run(preset: str, config: Config, run_key: str, *, amend: bool = False, groups: int | None = None,
+            tags: Mapping[str, str] | None = None) -> Owner:
     """Own the run: lock, identity, status view. With `amend` the settings that differ are recorded first of all.
 
     Raises RunIsAlive, or ConfigError for other identity fields, and for other training fields that cannot be amended or
@@ -307,72 +312,72 @@ def open_session(preset: str, config: Config, run_key: str, *, amend: bool = Fal
     try:
         identity = open_identity(run, run_key, preset, config, amend=amend)
         progress = Progress(run, {"run_key": run_key, "total_steps": config.total_steps})
-        session = Session(run, identity, config, lock, progress, groups, tags)
+        owner = Owner(run, identity, config, lock, progress, groups, tags)
         with suppress(OSError):  # a full disk: it is said by what cannot do without it
-            session.log = RunLog(run.component_log("owner"), run_key=run_key, component="owner",
-                                 attempt=lambda: session.attempt)
-        session.endpoint = expose(run, config, run_key, lambda: progress.view, lambda text: progress.set(note=text))
-        return session
+            owner.log = RunLog(run.component_log("owner"), run_key=run_key, component="owner",
+                               attempt=lambda: owner.attempt)
+        owner.endpoint = expose(run, config, run_key, lambda: progress.view, lambda text: progress.set(note=text))
+        return owner
     except BaseException:
         lock.release()
         raise
 
 
 @task(name="set-up", task_run_name="set-up", cache_policy=NO_CACHE, persist_result=False)
-def set_up(session: Session) -> None:
+def set_up(owner: Owner) -> None:
     """Everything from an empty or half-done run directory to weights that workers can be offered.
 
     Raises NoExclusiveCreate, ConfigError (inputs that changed), CheckpointDamaged, DeadPart.
     """
-    run, config, progress = session.run, session.config, session.progress
+    run, config, progress = owner.run, owner.config, owner.progress
     for directory in (run.ledger(), run.records, run.versions, run.attempts, run.outcomes, run.streams,
                       run.validations):
         self_test(directory)
-    session.attempt = session.lock.next_attempt(first_step(run), flow_run.get_id())
-    STORY.info("attempt %d of pid %d begins, %d steps are recorded", session.attempt, os.getpid(),
+    owner.attempt = owner.lock.next_attempt(first_step(run), flow_run.get_id())
+    STORY.info("attempt %d of pid %d begins, %d steps are recorded", owner.attempt, os.getpid(),
                len(recorded_steps(run)))
     _observe_all(run)
-    if (untold := end_flow_run_before(run, session.attempt)) is not None:
+    if (untold := end_flow_run_before(run, owner.attempt)) is not None:
         progress.set(note=untold)
     with progress.stage("model"):
-        _place_model(session)
+        _place_model(owner)
         roles = place_roles(run, config)
         prompts = PromptSource.of_model(config, run.model)
         if not config.offline:
             check_inputs(run, {**model_digests(run.model), **roles, "data": prompts.digest}, rows=len(prompts))
     if config.offline:
         with progress.stage("shards"):
-            take_up(session, prompts)
+            take_up(owner, prompts)
     with progress.stage("actors"):
-        _start_actors(session)
-    with progress.stage("learner" if session.groups is None else "weights"):
-        _bring_up(session)
+        _start_actors(owner)
+    with progress.stage("learner" if owner.groups is None else "weights"):
+        _bring_up(owner)
     with progress.stage("experience"):
-        session.experience = Experience(run, config, session.attempt, session.revision, goal=session.groups)
-        for text in session.experience.passed_over:
+        owner.experience = Experience(run, config, owner.attempt, owner.revision, goal=owner.groups)
+        for text in owner.experience.passed_over:
             progress.set(note=f"snapshot passed over, the claims are read instead: {text}")
-        session.claims = Claims(session.experience, config, session.check, partial(make_room, session))
+        owner.claims = Claims(owner.experience, config, owner.check, partial(make_room, owner))
         if config.data.sampler is not None:
-            experience = session.experience
+            experience = owner.experience
             prompts.sampled = Orders(run, config, lambda: seen(experience.landed_groups())).order
-        session.pump = Pump(run, config, prompts, session.experience, session.pool, session.attempt)
-        progress.watch(partial(_live, session))
+        owner.pump = Pump(run, config, prompts, owner.experience, owner.pool, owner.attempt)
+        progress.watch(partial(_live, owner))
         if config.offline:
-            check_enough(session)
-    session.tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=session.identity.run_uuid,
-                              run_key=session.identity.run_key, tags=_tags(session),
-                              report=lambda text: progress.set(note=text))
-    session.tracker.start()  # here, since its imports would slow down the actors' start
-    session.screens = Screens(run, session.tracker, told=partial(tell_link, session.identity.run_key))
-    session.screens.start()
-    progress.set(state="training", step=session.first_step)
+            check_enough(owner)
+    owner.tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=owner.identity.run_uuid,
+                            run_key=owner.identity.run_key, tags=_tags(owner),
+                            report=lambda text: progress.set(note=text))
+    owner.tracker.start()  # here, since its imports would slow down the actors' start
+    owner.screens = Screens(run, owner.tracker, told=partial(tell_link, owner.identity.run_key))
+    owner.screens.start()
+    progress.set(state="training", step=owner.first_step)
 
 
-def _live(session: Session) -> dict[str, Any]:
+def _live(owner: Owner) -> dict[str, Any]:
     """What changes by itself: the pump's snapshot, with the budget of the learner beside its own."""
-    snapshot = session.pump.snapshot()
-    restarts = session.learner.restarts if hasattr(session, "learner") else 0
-    snapshot["budgets"]["learner_restarts"] = (restarts, session.config.failure.learner_restarts)
+    snapshot = owner.pump.snapshot()
+    restarts = owner.learner.restarts if hasattr(owner, "learner") else 0
+    snapshot["budgets"]["learner_restarts"] = (restarts, owner.config.failure.learner_restarts)
     return snapshot
 
 
@@ -382,36 +387,36 @@ def _observe_all(run: RunDir) -> None:
         put_observation(run, step, dict.fromkeys(names("owner"), math.nan), read_record(run, step).ts_us)
 
 
-def _bring_up(session: Session) -> None:
+def _bring_up(owner: Owner) -> None:
     """The learner behind the recorded steps, and the weights that workers are offered; without training only these."""
-    run, progress = session.run, session.progress
-    if session.groups is not None:
+    run, progress = owner.run, owner.progress
+    if owner.groups is not None:
         from rl_core.offered_weights import offered_version  # imports torch
 
-        session.first_step = first_step(run)
-        session.published_idx = offered_version(run, session.config, session.attempt).idx
+        owner.first_step = first_step(run)
+        owner.published_idx = offered_version(run, owner.config, owner.attempt).idx
         return
-    session.first_step = session.learner.bring_up(
+    owner.first_step = owner.learner.bring_up(
         lambda done, total: progress.set(state="replaying", replayed=[done, total]))
-    if session.identity.forked_from is not None:
+    if owner.identity.forked_from is not None:
         from rl_core.fork import check_replayed  # imports torch
 
-        check_replayed(run, session.identity.forked_from, first=session.learner.restored, attempt=session.attempt)
-    _note_damage(session)
-    session.published_idx = session.learner.publish().idx
+        check_replayed(run, owner.identity.forked_from, first=owner.learner.restored, attempt=owner.attempt)
+    _note_damage(owner)
+    owner.published_idx = owner.learner.publish().idx
 
 
-def _note_damage(session: Session) -> None:
+def _note_damage(owner: Owner) -> None:
     """A checkpoint that was passed over is said where people look; the learner's log says what is wrong with it."""
-    newest = max(file_numbers(session.run.checkpoints, r"n-(\d{9})"), default=0)
-    if newest > session.learner.restored:
-        session.progress.set(note=f"checkpoint {newest} is damaged: trained again from step "
-                                  f"{session.learner.restored}, see {session.run.logs / 'learner-0.log'}")
+    newest = max(file_numbers(owner.run.checkpoints, r"n-(\d{9})"), default=0)
+    if newest > owner.learner.restored:
+        owner.progress.set(note=f"checkpoint {newest} is damaged: trained again from step "
+                                f"{owner.learner.restored}, see {owner.run.logs / 'learner-0.log'}")
 
 
-def _place_model(session: Session) -> None:
+def _place_model(owner: Owner) -> None:
     """The initial model in the run directory, so that a replay finds it whatever happens to the original."""
-    run, config, progress = session.run, session.config, session.progress
+    run, config, progress = owner.run, owner.config, owner.progress
     if run.model.exists():
         return
     source = placed_model(run, config)
@@ -422,50 +427,50 @@ def _place_model(session: Session) -> None:
     copy_model(source, run.model)
 
 
-def _start_actors(session: Session) -> None:
+def _start_actors(owner: Owner) -> None:
     """Learner ranks, rollout workers and the validation engine: alive from an earlier start, or new, all at once."""
-    config, deadlines = session.config, session.config.deadlines
+    config, deadlines = owner.config, owner.config.deadlines
     commanded = services.PRIVATE in os.environ  # the command started them, and ends them
-    where = services.start(session.run.services, headway_home(), isolated=config.isolated, deadlines=deadlines)
+    where = services.start(owner.run.services, headway_home(), isolated=config.isolated, deadlines=deadlines)
     if not (commanded and where.adopted):
-        session.services = where
+        owner.services = where
     cluster.connect(where, owner_timeout_s=deadlines.owner_timeout_s)
-    session.progress.watch_actors(cluster.actors)
-    trains = session.groups is None
+    owner.progress.watch_actors(cluster.actors)
+    trains = owner.groups is None
     rolls = not (trains and config.validation.only) and not config.offline
     validates = config.data.validation is not None and trains
-    _end_unwanted(session, trains=trains, rolls=rolls, validates=validates)
+    _end_unwanted(owner, trains=trains, rolls=rolls, validates=validates)
     if trains:
-        session.learner = LearnerGroup(session.run, config, lambda meeting: _learner_specs(session, meeting),
-                                       session.check)
-    session.pool = cluster.RemotePool(_worker_specs(session), call_s=deadlines.call_s, swap_s=deadlines.swap_s)
+        owner.learner = LearnerGroup(owner.run, config, lambda meeting: _learner_specs(owner, meeting),
+                                     owner.check)
+    owner.pool = cluster.RemotePool(_worker_specs(owner), call_s=deadlines.call_s, swap_s=deadlines.swap_s)
     with ThreadPoolExecutor(3, thread_name_prefix="set-up") as pool:
-        starts: list[Future[Any]] = [pool.submit(session.learner.start)] if trains else []
+        starts: list[Future[Any]] = [pool.submit(owner.learner.start)] if trains else []
         if rolls:
-            starts.append(pool.submit(session.pool.links))
+            starts.append(pool.submit(owner.pool.links))
         if validates:
-            starts.append(pool.submit(cluster.start_or_adopt, _validator_spec(session)))
+            starts.append(pool.submit(cluster.start_or_adopt, _validator_spec(owner)))
     for start in starts:
         start.result()
     if validates:
-        session.validator = starts[-1].result()
+        owner.validator = starts[-1].result()
 
 
-def _end_unwanted(session: Session, *, trains: bool, rolls: bool, validates: bool) -> None:
+def _end_unwanted(owner: Owner, *, trains: bool, rolls: bool, validates: bool) -> None:
     """Actors that an earlier attempt left and that this start has no use for hold memory, and devices."""
-    wanted = [*(_learner_specs(session, Path()) if trains else ()), *(_worker_specs(session) if rolls else ()),
-              *([_validator_spec(session)] if validates else ())]
-    cluster.end_unwanted(session.identity.run_uuid, {spec.name for spec in wanted})
+    wanted = [*(_learner_specs(owner, Path()) if trains else ()), *(_worker_specs(owner) if rolls else ()),
+              *([_validator_spec(owner)] if validates else ())]
+    cluster.end_unwanted(owner.identity.run_uuid, {spec.name for spec in wanted})
 
 
-def _spec(session: Session, role: str, index: int, factory: str, threads: int, gpus: float,
+def _spec(owner: Owner, role: str, index: int, factory: str, threads: int, gpus: float,
           **kwargs: Any) -> cluster.ActorSpec:
-    deadlines = session.config.deadlines
+    deadlines = owner.config.deadlines
     return cluster.ActorSpec(
-        run_uuid=session.identity.run_uuid, role=role, rank=index, attempt=session.attempt, factory=factory,
-        kwargs={"root": str(session.run.root), "config": session.config, **kwargs},
+        run_uuid=owner.identity.run_uuid, role=role, rank=index, attempt=owner.attempt, factory=factory,
+        kwargs={"root": str(owner.run.root), "config": owner.config, **kwargs},
         owner_timeout_s=deadlines.owner_timeout_s, start_s=deadlines.actor_start_s, threads=threads, gpus=gpus,
-        log=session.run.logs / f"{role}-{index}.log")
+        log=owner.run.logs / f"{role}-{index}.log")
 
 
 def _gpus(settings: LearnerConfig | EngineConfig) -> float:
@@ -473,18 +478,18 @@ def _gpus(settings: LearnerConfig | EngineConfig) -> float:
     return settings.gpus if settings.device == "cuda" else 0.0
 
 
-def _learner_specs(session: Session, meeting: Path) -> list[cluster.ActorSpec]:
-    settings = session.config.learner
-    return [_spec(session, "learner", rank, "rl_core.learner.learner:Learner", settings.threads,
-                  _gpus(settings), attempt=session.attempt, rank=rank, ranks=settings.ranks,
-                  rendezvous=f"file://{meeting}", revision=session.revision) for rank in range(settings.ranks)]
+def _learner_specs(owner: Owner, meeting: Path) -> list[cluster.ActorSpec]:
+    settings = owner.config.learner
+    return [_spec(owner, "learner", rank, "rl_core.learner.learner:Learner", settings.threads,
+                  _gpus(settings), attempt=owner.attempt, rank=rank, ranks=settings.ranks,
+                  rendezvous=f"file://{meeting}", revision=owner.revision) for rank in range(settings.ranks)]
 
 
-def _worker_specs(session: Session) -> list[cluster.ActorSpec]:
-    engine = session.config.rollout.engine
-    specs = [_spec(session, "rollout", rank, "rl_core.rollout.worker:open_worker", engine.threads,
-                   _gpus(engine), name=f"rollout-{rank}", attempt=session.attempt, cwd=os.getcwd())
-             for rank in range(session.config.rollout.workers)]
+def _worker_specs(owner: Owner) -> list[cluster.ActorSpec]:
+    engine = owner.config.rollout.engine
+    specs = [_spec(owner, "rollout", rank, "rl_core.rollout.worker:open_worker", engine.threads,
+                   _gpus(engine), name=f"rollout-{rank}", attempt=owner.attempt, cwd=os.getcwd())
+             for rank in range(owner.config.rollout.workers)]
     return [replace(spec, nice=ROLLOUT_NICE, start_s=spec.start_s + _servers_start_s(engine)) for spec in specs]
 
 
@@ -493,19 +498,19 @@ def _servers_start_s(engine: EngineConfig) -> float:
     return engine.start_s if isinstance(engine, SglangEngineConfig) else 0.0
 
 
-def _validator_spec(session: Session) -> cluster.ActorSpec:
-    engine = session.config.validation_engine
-    spec = _spec(session, "validation", 0, "rl_core.validation:open_validator", engine.threads,
-                 0.0 if session.config.validates_lent else _gpus(engine), cwd=os.getcwd())
+def _validator_spec(owner: Owner) -> cluster.ActorSpec:
+    engine = owner.config.validation_engine
+    spec = _spec(owner, "validation", 0, "rl_core.validation:open_validator", engine.threads,
+                 0.0 if owner.config.validates_lent else _gpus(engine), cwd=os.getcwd())
     return replace(spec, nice=VALIDATION_NICE)
 
 
-def _tags(session: Session) -> dict[str, str]:
+def _tags(owner: Owner) -> dict[str, str]:
     """Facts of this start for MLflow: what may change from attempt to attempt is a tag, never a param."""
-    found = {"headway.preset": session.identity.preset, "headway.attempt": str(session.attempt),
+    found = {"headway.preset": owner.identity.preset, "headway.attempt": str(owner.attempt),
              "prefect.flow_run_id": str(flow_run.get_id() or ""), "headway.commit": source_commit()}
-    if session.identity.forked_from is not None:
-        found["headway.forked_from"] = json.dumps(asdict(session.identity.forked_from))
-    if (origin := origin_tag(session.run)) is not None:
+    if owner.identity.forked_from is not None:
+        found["headway.forked_from"] = json.dumps(asdict(owner.identity.forked_from))
+    if (origin := origin_tag(owner.run)) is not None:
         found["headway.shards_from"] = json.dumps(origin)
-    return {name: value for name, value in {**found, **session.tags}.items() if value}
+    return {name: value for name, value in {**found, **owner.tags}.items() if value}
