@@ -365,8 +365,8 @@ def ray_env(token: Path) -> dict[str, str]:
         "RAY_worker_niceness": "0",  # Ray's 15 would let any other process starve learner and engines
         "RAY_worker_maximum_startup_concurrency": str(os.cpu_count() or 1),
         "RAY_task_events_report_interval_ms": "0",  # no page shows them, and the head would grow with every call
-        # Calls of an actor run on one thread or another. With an arena of malloc's for each of them, each would keep the
-        # room that a training step takes: the learner of smollm-cpu grew by 1 GB a step.
+        # Calls of an actor run on one thread or another. With an arena of malloc's for each of them, each would keep
+        # the room that a training step takes: the learner of smollm-cpu grew by 1 GB a step.
         "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1"),
     }
 
