@@ -131,15 +131,17 @@ def inspect(run_key: Key,
             html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page to look through "
                                                      "instead, of --step or --validation; a file that does not exist."
                                                      )] = None,
-            logprobs: Annotated[bool, typer.Option("--logprobs", help="With --html of a step: train it again, offline, "
-                                                   "and show the learner's log-probs of its tokens.")] = False,
+            mlflow: Annotated[bool, typer.Option("--mlflow", help="Put that page to the artifacts of the run's MLflow "
+                                                 "run, under viewer/; with --html or without.")] = False,
+            logprobs: Annotated[bool, typer.Option("--logprobs", help="With the page of a step: train it again, "
+                                                   "offline, and show the learner's log-probs of its tokens.")] = False,
             json_: Json = False) -> None:
     """Prompts, answers, rewards and weight versions: of a training step, a group, a validation, or the best and worst.
     """
     from flows.looking import show_answers
 
     raise typer.Exit(show_answers(run_key, step=step, group=group, best=best, worst=worst, validation=validation,
-                                  html=html, logprobs=logprobs, as_json=json_))
+                                  html=html, mlflow=mlflow, logprobs=logprobs, as_json=json_))
 
 
 @app.command()

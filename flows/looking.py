@@ -24,21 +24,24 @@ def show_audit(run_key: str, *, as_json: bool) -> int:
 
 def show_answers(run_key: str, *, step: int | None = None, group: str | None = None, best: int | None = None,
                  worst: int | None = None, validation: int | None = None, html: str | None = None,
-                 logprobs: bool = False, as_json: bool) -> int:
+                 mlflow: bool = False, logprobs: bool = False, as_json: bool) -> int:
     """Prompts, answers, rewards and versions: of one training step (by default the newest), of one group, of a
-    validation, or the best or worst answers of a step or of the run. `html`: the file of a page instead; `logprobs`:
-    with those of the learner."""
-    if (why := _not_together(group=group, best=best, worst=worst, validation=validation, step=step, html=html)):
+    validation, or the best or worst answers of a step or of the run. `html`: the file of a page instead; `mlflow`: the
+    page as an artifact of the run; `logprobs`: with those of the learner."""
+    if (why := _not_together(group=group, best=best, worst=worst, validation=validation, step=step, html=html,
+                             mlflow=mlflow or None)):
         return failed(why)
-    if logprobs and (html is None or validation is not None):
+    paged = html is not None or mlflow
+    if logprobs and (not paged or validation is not None):
         return failed("--logprobs computes what the learner says of a step's tokens, for its page; give it with "
-                      "--html, not with --validation")
+                      "--html or --mlflow, not with --validation")
     from tasks import answers
 
-    if html is not None:
+    if paged:
         hush()
-        return answer(lambda: answers.write_step_page(run_key, step, html, logprobs=logprobs) if validation is None else
-                      answers.write_validation_page(run_key, validation, html), page_lines, as_json=as_json)
+        return answer(lambda: answers.step_as_page(run_key, step, html, logprobs=logprobs, tracked=mlflow)
+                      if validation is None else answers.validation_as_page(run_key, validation, html, tracked=mlflow),
+                      page_lines, as_json=as_json)
     if group is not None:
         return answer(lambda: answers.run_group(run_key, group), group_lines, as_json=as_json)
     if validation is not None:
@@ -53,13 +56,14 @@ def show_answers(run_key: str, *, step: int | None = None, group: str | None = N
 def _not_together(**given: Any) -> str | None:
     """What keeps these options from being asked at once; None where nothing does."""
     said = [f"--{name}" for name, value in given.items() if value is not None]
-    chosen = [name for name in said if name not in ("--step", "--html")]
+    pages = [name for name in said if name in ("--html", "--mlflow")]
+    chosen = [name for name in said if name not in ("--step", *pages)]
     alone = {"--group", "--validation"}.intersection(chosen)
     if len(chosen) > 1 or (alone and "--step" in said):
-        return f"{' and '.join(name for name in said if name != '--html')} ask for different things; give --group or " \
-               "--validation alone, or one of --best and --worst, with --step or without"
-    if "--html" in said and chosen not in ([], ["--validation"]):
-        return f"--html writes the page of a step or a validation; give it with --step or --validation, not with " \
+        return f"{' and '.join(name for name in said if name not in pages)} ask for different things; give --group " \
+               "or --validation alone, or one of --best and --worst, with --step or without"
+    if pages and chosen not in ([], ["--validation"]):
+        return f"{pages[0]} writes the page of a step or a validation; give it with --step or --validation, not with " \
                f"{chosen[0]}"
     return None
 

@@ -141,8 +141,11 @@ def validation_lines(report: Mapping[str, Any]) -> list[str]:
 def page_lines(report: Mapping[str, Any]) -> list[str]:
     """Where the page is."""
     size = report["bytes"]
-    return [f"{report['html']}: {f'{size / 1e6:.1f} MB' if size >= 1e6 else f'{size / 1e3:.0f} kB'}, to be opened in a "
-            "browser"]
+    said = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+    lines = [f"{report['html']}: {said}, to be opened in a browser"] if "html" in report else []
+    if "artifact" in report:
+        lines.append(f"{report['artifact']}: {said}, among the artifacts of MLflow run {report['mlflow_run_id']}")
+    return lines
 
 
 def _answer_line(answer: Mapping[str, Any]) -> str:

@@ -19,9 +19,12 @@ from rl_core.gaps import Gaps, found, merged
 from rl_core.pages.answers import step_page, validation_page
 from rl_core.records import read_record
 from rl_core.run_dir import RunDir, file_numbers, json_values, put_if_absent
+from rl_core.summary import stored_mlflow_run
 from rl_core.validation import read_table, read_validation, validated_steps
+from tasks.destination import destination_of
 from tasks.inspection import open_run
 from tasks.paths import run_dir
+from tasks.tracking import log_page
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,11 +120,14 @@ def run_validation(run_key: str, step: int) -> dict[str, Any]:
                         "greedy_accuracy": record.get("greedy_accuracy"), "answers": rows, "gaps": gaps})
 
 
-def write_step_page(run_key: str, step: int | None, out: str, *, logprobs: bool = False) -> dict[str, Any]:
-    """The answers of a step, by default the newest claimed one, as a page in the file `out`; returns what was written.
+def step_as_page(run_key: str, step: int | None, out: str | None, *, logprobs: bool = False,
+                 tracked: bool = False) -> dict[str, Any]:
+    """The answers of a step, by default the newest claimed one, as a page: in the file `out`, and, where `tracked`, as
+    an artifact of the run in MLflow. Returns what was written.
 
     `logprobs`: train the step again first, and show what the learner says of its tokens. Raises ConfigError where there
-    is no such claim, or where `out` is there already; ReplayUnavailable where the step cannot be trained again.
+    is no such claim, where `out` is there already, or where MLflow does not know the run; ReplayUnavailable where the
+    step cannot be trained again; TrackingFailed.
     """
     run = _open(run_key)
     step = _claimed(run, run_key, step)
@@ -133,22 +139,36 @@ def write_step_page(run_key: str, step: int | None, out: str, *, logprobs: bool 
 
         return step_page(run, step, step_logprobs(run, step))
 
-    return {"run_key": run_key, "step": step} | _write_page(out, made)
+    return {"run_key": run_key, "step": step} | _put_page(run, f"step-{step:09d}.html", out, made, tracked=tracked)
 
 
-def write_validation_page(run_key: str, step: int, out: str) -> dict[str, Any]:
-    """The answers that a validation keeps, as a page in the file `out`. Raises ConfigError as above."""
+def validation_as_page(run_key: str, step: int, out: str | None, *, tracked: bool = False) -> dict[str, Any]:
+    """The answers that a validation keeps, as a page. Raises as above."""
     run = _open(run_key)
     _validated(run, run_key, step)
-    return {"run_key": run_key, "validation": step} | _write_page(out, lambda: validation_page(run, step))
+    return {"run_key": run_key, "validation": step} | _put_page(
+        run, f"validation-{step:09d}.html", out, lambda: validation_page(run, step), tracked=tracked)
 
 
-def _write_page(out: str, make: Callable[[], str]) -> dict[str, Any]:
-    path = Path(out)
-    page = b"" if path.exists() else make().encode()
-    if not page or not put_if_absent(path, page):
+def _put_page(run: RunDir, name: str, out: str | None, make: Callable[[], str], *, tracked: bool) -> dict[str, Any]:
+    """Make it, once nothing stands against it. In MLflow one of the same name is overwritten: it says no less."""
+    path, run_id = Path(out) if out is not None else None, stored_mlflow_run(run) if tracked else None
+    if tracked and run_id is None:
+        raise ConfigError(f"--mlflow: {run.mlflow_run}: absent, so the run is not in MLflow; the same command that "
+                          "trained it sends what is missing, once MLflow is there")
+    if path is not None and path.exists():
         raise ConfigError(f"--html {out!r}: is there already, and nothing is overwritten; name another file")
-    return {"html": str(path.resolve()), "bytes": len(page)}
+    text = make()
+    page = text.encode()
+    written: dict[str, Any] = {"bytes": len(page)}
+    if path is not None:
+        if not put_if_absent(path, page):
+            raise ConfigError(f"--html {out!r}: is there by now, and nothing is overwritten; name another file")
+        written["html"] = str(path.resolve())
+    if run_id is not None:
+        log_page(destination_of(run), run_id, text, f"viewer/{name}")
+        written |= {"mlflow_run_id": run_id, "artifact": f"viewer/{name}"}
+    return written
 
 
 def _validated(run: RunDir, run_key: str, step: int) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
+from rl_core.revisions import config_of, current_revision
+from rl_core.run_dir import RunDir
 from tasks import databases, kept
+from tasks.paths import headway_home
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,11 @@ def destination(config: Config, home: Path, environ: Mapping[str, str] = os.envi
     if uri.startswith("http"):
         return Destination(uri=uri, artifacts=None, why=why, page=redact(uri).rstrip("/"))
     return Destination(uri=uri, artifacts=(root / "artifacts").as_uri(), why=why)
+
+
+def destination_of(run: RunDir) -> Destination:
+    """Where a run that exists is tracked."""
+    return destination(config_of(run, current_revision(run)), headway_home())
 
 
 def redact(uri: str) -> str:

@@ -27,8 +27,9 @@ from rl_core.run_dir import put_if_absent, read_json, replace_file, to_json
 from rl_core.summary import stored_mlflow_run
 from tasks import tracking
 from tasks.artifacts import tell_night
+from tasks.destination import destination_of
 from tasks.inspection import read_result
-from tasks.night_files import destination_of, has_verdict, night_dir, night_of, unfinished, waits_for_verdict
+from tasks.night_files import has_verdict, night_dir, night_of, unfinished, waits_for_verdict
 from tasks.nights import adopt_runs, baseline_of, close_matrix
 from tasks.notifying import notify
 from tasks.paths import run_dir

@@ -5,9 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from rl_core.nightly.nights import Night, NightDir, NightRun, read_night, read_outcome
-from rl_core.revisions import config_of, current_revision
-from rl_core.run_dir import RunDir, read_json
-from tasks.destination import Destination, destination
+from rl_core.run_dir import read_json
 from tasks.inspection import is_completed
 from tasks.paths import headway_home, run_dir
 
@@ -51,11 +49,6 @@ def verdict_lines(run_key: str) -> list[str]:
         return []
     outcome = read_outcome(night_dir(night.key))
     return [f"night {night.key}: {outcome.verdict}", *(f"  {reason}" for reason in outcome.reasons)]
-
-
-def destination_of(run: RunDir) -> Destination:
-    """Where a run that exists is tracked."""
-    return destination(config_of(run, current_revision(run)), headway_home())
 
 
 def night_tags(run_key: str) -> dict[str, str]:

@@ -30,8 +30,8 @@ from rl_core.nightly.nights import (
 )
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import put_if_absent, read_json, to_json
-from tasks.destination import Destination, destination
-from tasks.night_files import TAG_NIGHT, destination_of, night_dir
+from tasks.destination import Destination, destination, destination_of
+from tasks.night_files import TAG_NIGHT, night_dir
 from tasks.notifying import check_address
 from tasks.paths import headway_home, run_dir
 from tasks.tracking import Status, TrackingFailed, adopt, champion, close_parent, open_parent

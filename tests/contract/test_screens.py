@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.looking import show_answers
 from rl_core.config import Config
 from rl_core.run_dir import RunDir
 from tasks.destination import destination
@@ -60,6 +61,23 @@ def test_a_run_has_each_page_once_and_its_last_timeline_also_after_a_restart(tmp
     assert list(second) == VIEWER
     assert [name for name in VIEWER if second[name] != first[name]] == VIEWER[-1:], "the last may have been cut"
     assert all(then < now for then, now in zip(timeline.values(), pages(home, again, "timeline").values(), strict=True))
+
+
+def test_the_page_of_any_step_becomes_an_artifact_when_asked_for(
+        home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(home))
+    run = small_run(home / "runs" / "small")
+    tracker = Tracker(run, CONFIG, destination(CONFIG, home, {}), run_uuid="inspected", run_key="small")
+    tracker.start()
+    assert tracker.finish("FINISHED", DEADLINE_S)
+    for step in (0, 0):  # once more is the same artifact
+        assert show_answers("small", step=step, mlflow=True, as_json=True) == 0
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (report["mlflow_run_id"], report["artifact"]) == (tracker.run_id, "viewer/step-000000000.html")
+    assert show_answers("small", validation=0, mlflow=True, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("viewer/validation-000000000.html: ") and str(tracker.run_id) in said
+    assert list(pages(home, tracker, "viewer")) == ["step-000000000.html", "validation-000000000.html"]
 
 
 def test_a_page_that_cannot_be_made_is_a_line_of_the_log_and_the_others_are_there(tmp_path: Path, home: Path) -> None:

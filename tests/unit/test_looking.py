@@ -80,6 +80,8 @@ REFUSED = {
     "two orders": ({"best": 1, "worst": 2}, "--best and --worst ask for different things"),
     "a group of a step": ({"group": "e0-p0-t0", "step": 1}, "and --step ask for different things"),
     "a validation of a step": ({"validation": 3, "step": 1}, "--validation and --step ask for different things"),
+    "an artifact of a group": ({"group": "e0-p0-t0", "mlflow": True}, "--mlflow writes the page of a step or a valid"),
+    "an artifact of a run that is not tracked": ({"step": 2, "mlflow": True}, "so the run is not in MLflow"),
     "a page of a group": ({"group": "e0-p0-t0", "html": "g.html"}, "--html writes the page of a step or a validation"),
     "log-probs without a page": ({"step": 2, "logprobs": True}, "--logprobs computes what the learner says"),
     "log-probs of a step that cannot be trained again": (
