@@ -28,6 +28,7 @@ DEADLINES := $(addprefix tests/,pipeline/test_stops.py pipeline/test_failures.py
 	contract/test_services.py chaos)
 OTHERS := $(filter-out $(DEADLINES),$(wildcard tests/pipeline/test_*.py tests/contract/test_*.py)) \
 	tests/architecture tests/unit
+KILLED := test_owner_and_learner_killed_between_two_publications_the_same_command_goes_on
 PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu and not sglang and not services and not browser and not peer'
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
@@ -36,22 +37,23 @@ STUDY ?=
 STUDY_REPORT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev sglang trl smollm quickstart test test-algorithms test-runs test-services test-browser screenshots test-sglang test-peer test-all chaos soak lint bench study study-report lock clean
+.PHONY: help venv dev sglang trl smollm quickstart test test-algorithms test-runs test-services test-browser screenshots test-sglang test-sglang-slow test-peer test-all chaos soak lint bench study study-report lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
 	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
-	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (three minutes)'
-	@echo 'make test-algorithms  whole runs of estimators, losses and models beside the policy (at most 20 minutes)'
+	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (four minutes)'
+	@echo 'make test-algorithms  a whole run of every estimator, loss, correction and model beside the policy (at most 20 minutes)'
 	@echo 'make smollm       the pretrained model of the preset smollm-cpu: 100 MB, and what reads it'
 	@echo 'make sglang       the environment of an SGLang server without a GPU, about 3 GB, and two minutes'
 	@echo 'make test-sglang  what is promised of real SGLang servers, against them (at most eight minutes)'
+	@echo 'make test-sglang-slow  whole runs with them: weights over a process group, a lent server, ten deaths'
 	@echo 'make test-peer    losses, gradients and advantages against TRL, in an environment of its own (1 GB, three minutes)'
 	@echo 'make test-services  kept servers, deployments, and what happens when they are killed (at most 15 minutes)'
 	@echo 'make test-browser   the pages in a headless Chromium, which it installs where it may'
 	@echo 'make screenshots  the pictures of docs/images, of two short runs (about five minutes)'
-	@echo 'make test-all     the slow ones too'
-	@echo 'make chaos        kill every process at every moment, hang every part, and the mutants: about an hour on two cores'
+	@echo 'make test-all     every test: also of SGLang, TRL, SmolLM2 (4 GB, fetched first), kept servers and kills (hours)'
+	@echo 'make chaos        kill every process at every moment, hang every part, and the mutants: over an hour on two cores'
 	@echo 'make soak         2,000 steps, watched for what grows (HEADWAY_SOAK_STEPS)'
 	@echo 'make lint         ruff, import-linter, pyright'
 	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
@@ -84,14 +86,19 @@ endif
 
 test-runs: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 $(BY_FILE) \
-		$(addprefix tests/pipeline/test_,starts.py afternoon.py wheel.py) $(PYTEST_ARGS)
+		$(addprefix tests/pipeline/test_,starts.py afternoon.py wheel.py) \
+		$(addprefix tests/unit/test_,ranks.py watching.py) $(PYTEST_ARGS)
 
-# Whole runs on a small model, one after the other, each replayed.
+# Whole runs on a small model, one after the other; test_every_algorithm.py leaves no name out, and replays each run.
 test-algorithms: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m algorithms tests/pipeline tests/unit tests/contract/test_hooks.py $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) $(SGLANG_STAMP)
 	$(BIN)/python -m pytest -m 'sglang and not slow and not gpu' tests/contract $(PYTEST_ARGS)
+
+# Those that `make test-sglang` has no room for.
+test-sglang-slow: $(DEV_STAMP) $(SGLANG_STAMP)
+	$(BIN)/python -m pytest -m 'sglang and slow and not gpu' tests/contract $(PYTEST_ARGS)
 
 # With the variable, an environment that is not there is a failure, and not a reason to skip.
 test-peer: $(DEV_STAMP) $(TRL_STAMP)
@@ -109,14 +116,19 @@ screenshots: $(DEV_STAMP)
 	$(need_browser)
 	$(BIN)/python tests/screenshots.py docs/images
 
-test-all: $(DEV_STAMP) $(SGLANG_STAMP) $(TRL_STAMP)
-	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
+# What a machine cannot have (PostgreSQL, Chromium) is skipped, and said at the end.
+test-all: $(DEV_STAMP) $(SGLANG_STAMP) $(TRL_STAMP) smollm
+	@$(PIP) install -qq $(CONSTRAIN) -e '.[postgres,browser]' || echo 'psycopg or playwright could not be installed'
+	HEADWAY_TRL_PYTHON=$(abspath $(TRL_VENV))/bin/python $(BIN)/python -m pytest -m 'not gpu' \
+		$(addprefix tests/,architecture unit contract pipeline chaos peer services) $(PYTEST_ARGS)
 
-# Everything of tests/chaos, reruns and a cancel, one after the other, with what was hit: docs/chaos.md says what it proves.
+# Everything of tests/chaos, and the whole runs that are killed, stopped, rerun and cancelled, one after the other, with
+# what was hit: docs/chaos.md says what it proves.
 chaos: $(DEV_STAMP)
 	$(BIN)/python -m pytest -s -rA -m 'not gpu' \
 		$(addprefix tests/chaos/test_,mutants.py proofs.py store_kills.py full_stack.py hangs.py recovery.py) \
-		$(addprefix tests/pipeline/test_,rerun.py shards_from.py cancel.py) $(PYTEST_ARGS)
+		$(addprefix tests/pipeline/test_,stops.py operations.py rerun.py shards_from.py cancel.py breadth.py::$(KILLED)) \
+		$(PYTEST_ARGS)
 
 soak: $(DEV_STAMP)
 	@$(BIN)/python tests/benchmarks/soak.py

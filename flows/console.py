@@ -43,6 +43,8 @@ class View:
     accuracy_start: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of the last step, by the names of rl_core/metrics.py."""
+    alarm: str | None = None
+    """The newest step that violated an invariant, with what was measured: `step 12: mismatch 0.012 over 0.005`."""
     tokens_per_s: float | None = None
     """Answer tokens trained, over the last steps."""
     part: tuple[str, int, int] | None = None
@@ -63,7 +65,8 @@ def view_of(status: Mapping[str, Any]) -> View:
         step=status.get("step", 0), total=status.get("total_steps", 0), accuracy=status.get("accuracy"),
         accuracy_start=status.get("accuracy_start"), tokens_per_s=status.get("tokens_per_s"), part=part,
         metrics={name: math.nan if value is None else value for name, value in status.get("metrics", {}).items()},
-        note=status.get("trouble") or status.get("stall") or status.get("note"), stall=status.get("stall"))
+        alarm=status.get("alarm"), note=status.get("trouble") or status.get("stall") or status.get("note"),
+        stall=status.get("stall"))
 
 
 class Pace:
@@ -210,6 +213,8 @@ def facts(view: View) -> list[str]:
         said.append(f"staleness {get('staleness/mean'):.1f} max {get('staleness/max', math.nan):.0f}")
     if view.metrics or view.state == "training":
         said.append(f"{_rate(view.tokens_per_s)} tokens/s")
+    if view.alarm:
+        said.append(f"alarm at {view.alarm}")
     return said
 
 
@@ -294,9 +299,16 @@ def stopped_lines(*, run_key: str, signal: str, step: int, total: int, resume: s
 
 
 def failed_lines(*, run_key: str, cause: str, logs: str, resume: str) -> list[str]:
-    """The first cause of a failure, where the whole story is, and how to go on."""
-    return ["", f"failed: {cause}", f"  logs     {logs}", f"  look at  headway status {run_key}",
+    """The first cause of a failure, what the part wrote last that caused it, where the whole story is, and how to go
+    on."""
+    return ["", *cause_lines(cause), f"  logs     {logs}", f"  look at  headway status {run_key}",
             f"  go on    {resume}"]
+
+
+def cause_lines(cause: str) -> list[str]:
+    """`failed: LearnerDead: ...`, and the other lines of the message below it."""
+    first, *more = cause.splitlines() or [""]
+    return [f"failed: {first}", *(f"    {line}" for line in more)]
 
 
 def amendment_text(from_step: int, changed: Mapping[str, Sequence[Any]]) -> str:

@@ -23,6 +23,7 @@ from flows.command import FAILED, INTERRUPTED, OUT_OF_TIME, QUIET, TERMINATED, U
 from flows.console import (
     Console,
     amendment_text,
+    cause_lines,
     failed_lines,
     next_lines,
     stage,
@@ -348,7 +349,7 @@ def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -
     if isinstance(cause, USERS_TO_MEND) and not isinstance(cause, BrokenFile):
         return _refused(start.console, str(cause))
     if isinstance(cause, NightFailed):  # its run is trained, and the comparison behind it is not done
-        return _said(start, ["", f"failed: {cause}"], "completed", FAILED)
+        return _said(start, ["", *cause_lines(str(cause))], "completed", FAILED)
     if "completed" in (status, flow.name.lower()):
         if flow.name.lower() != "completed":
             start.console.line(f"  Prefect could not be told that the run completed: {_brief(cause)}")

@@ -68,6 +68,11 @@ def _not_together(**given: Any) -> str | None:
     return None
 
 
+REASONS = (("filtered", "filtered", ""), ("failed", "failed", ": tries of answers in groups that landed"),
+           ("ended", "failed_groups", ": tries of groups that have no row"))
+"""What an audit counts by reason: name of the line, field of the report, what is counted."""
+
+
 def _audit_lines(report: dict[str, Any]) -> list[str]:
     epoch, position = report["frontier"]
     lines = [f"{report['run_key']}: {report['claims']} claims, {report['recorded']} records, {report['shards']} "
@@ -79,9 +84,10 @@ def _audit_lines(report: dict[str, Any]) -> list[str]:
         counts = {state: n for state, n in report[key].items() if n}
         listed = ", ".join(f"{n} {state}" for state, n in counts.items())
         lines.append(f"{what:<10}{sum(counts.values()):>8}  {listed}")
-    if filtered := report["filtered"]:
-        lines.append(f"{'filtered':<10}{sum(filtered.values()):>8}  "
-                     + ", ".join(f"{n} {reason}" for reason, n in filtered.items()))
+    for what, key, of in REASONS:
+        if counts := report[key]:
+            listed = ", ".join(f"{n} {reason}" for reason, n in counts.items())
+            lines.append(f"{what:<10}{sum(counts.values()):>8}  {listed}{of}")
     if report["holds"]:
         return [*lines, "holds: every prompt and every landed group is in exactly one state"]
     return [*lines, f"DOES NOT HOLD: {len(report['violations'])} violations", *report["violations"][:20]]

@@ -17,6 +17,7 @@ def status_lines(report: Mapping[str, Any]) -> list[str]:
     """State, then the numbers that people look at first, of the last step; nothing for those that do not exist."""
     rows = [("run", report["run_key"]), ("state", report["state"]),
             ("steps", f"{report['steps']} of {report['total_steps']}")]
+    rows += [("alarm", report["alarm"])] if report["alarm"] is not None else []
     rows += [("revision", f"{one['revision']}, {amendment_text(one['from_step'], one['changed'])}")
              for one in report["amendments"][-1:]]
     if (origin := report["forked_from"]) is not None:
@@ -31,7 +32,7 @@ def status_lines(report: Mapping[str, Any]) -> list[str]:
                                             ("length_mean", "length {:.1f}"), ("n", "{:.0f} answers"))))]
     rows += [(name, text) for name, parts in LINES if (text := _joined(report["metrics"], parts))]
     rows += [("waiting", report["waiting"])] if report["waiting"] else []
-    rows += [("cause", report["cause"])] if report["cause"] else []
+    rows += [("" if i else "cause", line) for i, line in enumerate((report["cause"] or "").splitlines())]
     rows += [("directory", report["directory"]), *_gap_rows(report["gaps"])]
     return [f"{name:<12}{value}" for name, value in rows]
 
@@ -64,7 +65,8 @@ LINES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
                   ("train/clip_low", "clipped low {:.2%}"), ("train/clip_high", "high {:.2%}"),
                   ("train/kl_proximal", "KL {:.2g}"), ("train/grad_norm", "gradient {:.3g}"),
                   ("train/learning_rate", "rate {:.3g}"), ("train/skipped_updates", "skipped {:.0f}"))),
-    ("mismatch", (("train/mismatch_current_k3", "current k3 {:.2g}"), ("train/mismatch_stale_k3", "stale k3 {:.2g}"),
+    ("mismatch", (("train/mismatch_current_abs", "current {:.2g} nats"), ("train/mismatch_current_k3", "k3 {:.2g}"),
+                  ("train/mismatch_stale_k3", "stale k3 {:.2g}"),
                   ("train/effective_samples", "effective samples {:.1%}"))),
     ("staleness", (("staleness/mean", "mean {:.2f}"), ("staleness/p95", "p95 {:.0f}"), ("staleness/max", "max {:.0f}"),
                    ("staleness/update_lag_mean", "lag {:.2f} updates"), ("staleness/mixed", "mixed {:.1%}"),

@@ -27,7 +27,7 @@ def watch_line(report: Mapping[str, Any]) -> str:
     shares = report["utilization"]
     waiting = [f"{side} waits {share:.0%}" for side in ("learner", "rollout")
                if (share := shares[f"{side}_waiting"]) is not None]
-    end = report["cause"] or ("; ".join(map(wait_text, report["waits"])))
+    end = _cause(report) or ("; ".join(map(wait_text, report["waits"])))
     words = plain_line(_view(report, note=False), report["left_s"]).strip()
     return clean("  ".join([report["state"], words, *waiting, *([end] if end else [])]))
 
@@ -159,11 +159,16 @@ def _side_rows(report: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
     return [[], *rows] if rows else []
 
 
+def _cause(report: Mapping[str, Any]) -> str:
+    """Its first line: `headway status` has the others."""
+    return (report["cause"] or "").partition("\n")[0]
+
+
 def _wait_rows(report: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
     rows: list[tuple[str, str, str]] = []
     if not report["over"]:
         said = [wait_text(wait) for wait in report["waits"]] or ([who_waits(report)] if report["steps"] else [])
         rows += [("waits", text, "") for text in said]
     rows += [("note", report["note"], "yellow")] if report["note"] else []
-    rows += [("cause", report["cause"], "red")] if report["cause"] else []
+    rows += [("cause", cause, "red")] if (cause := _cause(report)) else []
     return [[(f"{label:<{LABEL}}", ""), (text, style)] for label, text, style in rows]

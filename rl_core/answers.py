@@ -23,6 +23,7 @@ from rl_core.estimates import (
     mean_maj_at_k,
     mean_maj_at_n,
     mean_pass_at_k,
+    mean_std_at_n,
     mean_worst_at_k,
     over_prompts,
 )
@@ -164,6 +165,7 @@ def _estimates(sampled: Sequence[Judged], passes: Sequence[int]) -> dict[str, An
     best = {str(k): mean_best_at_k(rewards, k) for k in passes}
     worst = {str(k): mean_worst_at_k(rewards, k) for k in passes}
     return {
+        "sampled_std": mean_std_at_n(rewards), "sampled_accuracy_std": mean_std_at_n(groups),
         "mean_at_n": _value(mean), "mean_at_n_interval": _interval(mean),
         "pass_at_k": {k: _value(each) for k, each in passed.items()},
         "pass_at_k_interval": {k: _interval(each) for k, each in passed.items()},

@@ -168,7 +168,7 @@ def _check_kl(kl: KlConfig) -> None:
         return
     if kl.use == "loss" and kl.estimator in ("k1", "abs"):
         why = "k1 has no expected gradient on-policy" if kl.estimator == "k1" else "abs has a gradient of one size only"
-        refuse("learner.kl.estimator", kl.estimator, f"{why}; in the loss use k2, k3, k1+ or k3+")
+        refuse("learner.kl.estimator", kl.estimator, f"{why}; in the loss use k2, k3, k1+, abs+ or k3+")
     if kl.use == "reward" and kl.estimator.endswith("+"):
         refuse("learner.kl.estimator", kl.estimator, "a reward has no gradient that + could change; use "
                                                      f"{kl.estimator[:-1]}")

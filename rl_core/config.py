@@ -418,7 +418,8 @@ class RetentionConfig(Part):
 
 class FailureConfig(Part):
     max_tries: int = operational(3, "Tries of one position before it is given up.", ge=1)
-    max_leases: int = operational(5, "Leases of one try, when workers die under it, before it is poison.", ge=1)
+    max_leases: int = operational(5, "Leases of one try, when workers die under it, before it is poison; over all "
+                                     "attempts.", ge=1)
     trajectory_tries: int = operational(3, "Tries of one failed answer inside a group.", ge=1)
     drop_share: Decimal = operational(Decimal("0.9"), "Share of stale drops above which the run is starving.",
                                       gt=0, le=1)

@@ -45,7 +45,7 @@ class KlConfig(Part):
     """A KL term against the reference policy."""
 
     use: Literal["none", "loss", "reward"] = training("none", "Where the KL against the reference policy acts.")
-    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = training(
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = training(
         "k3", "Its estimator; with +, that value and the gradient of k2.")
     coef: float = training(0.001, "Its coefficient beta, at first.", ge=0)
     unbiased: bool = training(False, "use=loss: weight the term by policy/behavior, detached.")

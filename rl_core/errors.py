@@ -7,6 +7,7 @@ its children end a run with a cause. `assert` is kept for Headway's own invarian
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -99,6 +100,9 @@ class NoExclusiveCreate(Exception):
 class DeadPart(Exception):
     """A process that died or did not answer by its deadline. The message names it and what was asked of it."""
 
+    log: Path | None = None
+    """File of what the process wrote to stdout and stderr, where it has one."""
+
 
 class WorkerDead(DeadPart):
     """A rollout worker is gone: its leases end, the same groups are leased again."""
@@ -178,6 +182,10 @@ class HookFailed(RunEnded):
 
 class EngineMismatch(RunEnded):
     """Log-probs of engine and learner differ by far more than rounding on tokens of the very same weights."""
+
+
+class ProximalDrift(RunEnded):
+    """Two passes of the learner over the same tokens with the same weights differ by far more than rounding."""
 
 
 class AdapterNotServed(EngineMismatch):

@@ -169,6 +169,13 @@ def mean_worst_at_k(values: Sequence[Sequence[float]], k: int) -> Estimate | Non
     return over_prompts([worst_at_k(each, k) for each in asked], sum(len(each) // k for each in asked))
 
 
+def mean_std_at_n(values: Sequence[Sequence[float]]) -> float | None:
+    """std@n: how far the values of one prompt are apart, sqrt(sum (x - mean)^2 / n), averaged over the prompts with at
+    least two values; None where none has. `mean_std_at_n([[0, 1], [1, 1], [1]])` -> 0.25."""
+    apart = [float(np.std(each)) for each in values if len(each) > 1]
+    return math.fsum(apart) / len(apart) if apart else None
+
+
 def maj_at_k(votes: Sequence[Vote], k: int) -> float | None:
     """How right the most frequent of k answers is: the mean over all ways to draw k of the n votes.
 

@@ -83,10 +83,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/mismatch_stale_abs", "nats/token", "The same mean for tokens of older versions.", "tokens",
            tracked=False),
     Metric("train/mismatch_stale_k3", "nats/token", "The same k3 for tokens of older versions.", "tokens"),
+    Metric("train/mismatch_swapped_abs", "nats/token", "The same mean for tokens after a swap inside their answer.",
+           "tokens", tracked=False),
     Metric("train/mismatch_swapped_k3", "nats/token", "The same k3 for tokens after a swap inside their answer.",
            "tokens", tracked=False),
-    Metric("train/mismatch_alarm", "0 or 1", "Invariant (b) is over its bound: 1e-3 in float32, else 4 times the mean "
-           "of the first steps.", "none", tracked=False),
+    Metric("train/mismatch_bound", "nats/token", "Of invariant (b): 1e-3 in float32, else 4 times the mean of the "
+           "first steps, at most 0.05.", "none", tracked=False),
+    Metric("train/mismatch_alarm", "0 or 1", "Invariant (b) is over its bound.", "none", tracked=False),
+    Metric("train/drift_bound", "1", "Of invariant (a): 1e-6 in float32, 0.05 in bfloat16.", "none", tracked=False),
+    Metric("train/drift_alarm", "0 or 1", "Invariant (a) is over its bound.", "none", tracked=False),
     Metric("train/loglinear_error", "nats/token", "Mean |log-linear proximal - recomputed|, where both are known: "
            "before the first update; NaN where the proximal is recomputed.", "tokens", tracked=False),
     Metric("train/effective_samples", "share", "Effective sample size of the token weights proximal/behavior: "
@@ -160,6 +165,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/right_length_p95", "tokens", "95th percentile of the length of those right ones.", "answers"),
     Metric("rollout/wrong_length_p95", "tokens", "95th percentile of the length of those wrong ones.", "answers"),
     Metric("rollout/truncated", "share", "Answers cut at the limit.", "answers"),
+    Metric("rollout/empty", "share", "Answers that ended with their first token: nothing but an end token or a stop "
+           "string.", "answers", tracked=False),
     Metric("rollout/partial", "share", "Groups with fewer answers than asked for.", "groups", tracked=False),
     Metric("rollout/trajectories", "1", "Trajectories of a session; 1 where no session has several.", "none",
            tracked=False),

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -43,6 +43,8 @@ HUB_FILES = (*SETTINGS_FILES, "model.safetensors", "model-*.safetensors", INDEX,
 """What is downloaded of a model of the hub: no code, no other formats of the same weights."""
 BLOCK_WEIGHT = re.compile(r"\.\d+\..*\.weight$")
 """Names of weights inside a numbered block."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names under which a config.json says how many experts a layer has."""
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 Progress = Callable[[int, int], None]
@@ -65,6 +67,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     layers: tuple[Linear, ...] = ()
     """Linear layers inside the decoder's blocks, by the names and shapes of the files."""
+    experts: int = 0
+    """Of a mixture of experts: how many a layer chooses from for each token; 0: a dense model."""
 
 
 def set_up_model(config: Config, cache_home: Path, progress: Progress = _silent) -> Path:
@@ -230,7 +234,8 @@ def check_model(directory: Path, *, classifier: bool = False) -> ModelFacts:
                        context=int(text.get("max_position_embeddings") or text.get("n_positions") or 0),
                        vocabulary=int(text.get("vocab_size") or 0), eos_token_ids=eos_token_ids(directory),
                        layers=tuple(Linear(name.removesuffix(".weight"), *shape) for name, shape in shapes.items()
-                                    if len(shape) == 2 and BLOCK_WEIGHT.search(name)))
+                                    if len(shape) == 2 and BLOCK_WEIGHT.search(name)),
+                       experts=_experts(text))
     if not facts.context or not facts.vocabulary:
         _refuse(directory, "has a config.json without max_position_embeddings or without vocab_size")
     _check_tokenizer(directory, facts)
@@ -239,6 +244,11 @@ def check_model(directory: Path, *, classifier: bool = False) -> ModelFacts:
             _refuse(directory, f"holds {shape[0]} rows of {name} where config.json says vocab_size {facts.vocabulary}: "
                     "weights and config are of two models")
     return facts
+
+
+def _experts(text: Mapping[str, Any]) -> int:
+    most = max((count for name in EXPERTS if isinstance(count := text.get(name), int)), default=0)
+    return most if most > 1 else 0
 
 
 def _refuse(directory: Path, why: str) -> NoReturn:

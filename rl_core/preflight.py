@@ -120,8 +120,18 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
                        adapter_bytes=4 * adapter_parameters(lora, model.layers),
                        longest_validation=max((len(prompt.token_ids_P) for prompt in held_out.prompts), default=0),
                        context=model.context, vocabulary=model.vocabulary, dropped=prompts.dropped,
-                       dropped_validation=held_out.kept.dropped, warnings=(*warnings_of(prompts, held_out), *of_reward))
+                       dropped_validation=held_out.kept.dropped,
+                       warnings=(*warnings_of(prompts, held_out), *of_reward, *routing_warnings(model)))
     return Inputs(prompts=prompts, facts=facts)
+
+
+def routing_warnings(model: ModelFacts) -> tuple[str, ...]:
+    """What a person should know of a mixture of experts (algorithms.md 16): a sentence for the plan."""
+    if not model.experts:
+        return ()
+    return (f"model.path: a mixture of {model.experts} experts: the experts that sampled a token are not replayed when "
+            "it is trained, and where the learner chooses others their log-probs are further apart than a dense "
+            "model's (train/mismatch_current_k3); learner.loss.name=gspo and learner.correction bound what that does",)
 
 
 def tiny_facts(tiny: TinyModel) -> ModelFacts:

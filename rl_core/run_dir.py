@@ -325,6 +325,14 @@ class RunDir:
     def outcome(self, group_id: str) -> Path:
         return self.outcomes / f"{group_id}.json"
 
+    @property
+    def lost(self) -> Path:
+        return self.root / "lost"
+
+    def lost_leases(self, attempt: int, i: int) -> Path:
+        """Groups that a worker had in flight when it died, the i-th time in this attempt."""
+        return self.lost / f"attempt-{attempt:06d}-{i:06d}.json"
+
     # -- ledger
     def ledger(self, consumer: str = "learner") -> Path:
         return self.root / "ledger" / consumer

@@ -31,6 +31,8 @@ MAX_BYTES, OLDER_FILES = 16 * 2**20, 4
 SECRET_NAME = re.compile(r"AUTH_STRING|PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|CREDENTIAL|CONNECTION_URL", re.IGNORECASE)
 """Variables of the environment whose values are masked, but for paths."""
 SHORTEST_SECRET = 8
+LAST_LINES, LINE_CHARACTERS, TAIL_BYTES = 10, 300, 64 * 2**10
+"""Of what a process wrote, as an error shows it: so many lines, each cut to so many characters, of the last bytes."""
 URL_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s:/@]*:)[^\s@/]+(?=@)")
 MASK = "***"
 
@@ -112,6 +114,18 @@ def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     found = {value for name, value in environ.items() if SECRET_NAME.search(name) and not name.endswith(
         ("_PATH", "_FILE")) and len(value) >= SHORTEST_SECRET}
     return tuple(sorted(found, key=len, reverse=True))
+
+
+def last_lines(log: Path) -> list[str]:
+    """The end of what a process wrote to stdout and stderr, without secrets and blank lines; the last line is last.
+
+    Raises OSError for a file that cannot be read.
+    """
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    lines = [line.rstrip() for line in masked(text, secrets_of(os.environ)).splitlines() if line.strip()]
+    return [line[:LINE_CHARACTERS] for line in lines[-LAST_LINES:]]
 
 
 def masked(text: str, secrets: tuple[str, ...] = ()) -> str:

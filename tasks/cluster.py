@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 import ray._private.worker as ray_worker
@@ -57,6 +57,7 @@ DEATH_S = 2.0
 """How long after a failed call the death of another actor may come to light and be its cause."""
 KILL_S = 10.0
 """Longest wait for a killed actor to be gone."""
+D = TypeVar("D", bound=DeadPart)
 DEATHS: dict[str, type[DeadPart]] = {"rollout": WorkerDead, "learner": LearnerDead}
 
 
@@ -215,7 +216,7 @@ class Pending:
             if not isinstance(cause, BaseException) or isinstance(cause, ray.exceptions.RayError):
                 raise self.death(str(error)) from None
             cause.add_note(f"raised in {self.handle.label} by `{self.method}`:\n{error}")
-            raise cause from None
+            raise self.handle.logged(cause) if isinstance(cause, DeadPart) else cause from None
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise self.death(str(error).strip().splitlines()[0]) from None
 
@@ -243,7 +244,8 @@ def _gather(calls: Sequence[Pending], deadline_s: float, check: Callable[[], Non
         ended = _ended(left_over, max(0.0, min(LOST_CHECK_S, left)))
         if not ended and left <= LOST_CHECK_S:
             silent = " and ".join(call.handle.label for call in left_over)
-            raise DeadlinePassed(f"{silent}: `{left_over[0].method}` gave no answer in {deadline_s:g} s")
+            raise left_over[0].handle.logged(
+                DeadlinePassed(f"{silent}: `{left_over[0].method}` gave no answer in {deadline_s:g} s"))
         for call in ended:
             left_over.remove(call)
             try:
@@ -287,8 +289,9 @@ def _left_behind(error: CollectiveFailed, silent: Sequence[Pending]) -> Collecti
     """A collective that failed without a death, with the names of those that have not said anything."""
     if not silent:
         return error
-    return CollectiveFailed(f"{' and '.join(call.handle.label for call in silent)} left the collective of "
-                            f"`{silent[0].method}` and says nothing; {error}")
+    return silent[0].handle.logged(CollectiveFailed(
+        f"{' and '.join(call.handle.label for call in silent)} left the collective of `{silent[0].method}` and says "
+        f"nothing; {error}"))
 
 
 class Handle:
@@ -327,7 +330,12 @@ class Handle:
 
     def death(self, method: str, why: str) -> DeadPart:
         """The typed error for a dead actor: WorkerDead, LearnerDead, or DeadPart."""
-        return DEATHS.get(self.role, DeadPart)(f"{self.label} is dead, asked for `{method}`: {why}")
+        return self.logged(DEATHS.get(self.role, DeadPart)(f"{self.label} is dead, asked for `{method}`: {why}"))
+
+    def logged(self, error: D) -> D:
+        """`error`, which speaks of this actor, with its log; where the Ray head is lost, with that of the head."""
+        error.log = self._spec.log if lost() is None or _connection is None else services.ray_log(_connection.where)
+        return error
 
     def beat(self) -> None:
         """Tell the actor that its owner lives; does not wait, an answer is not needed."""
@@ -426,8 +434,9 @@ def _start(spec: ActorSpec, until: float) -> Handle:
         handle.identity = Pending(handle, "start", _adoption(actor, spec)).result(until - time.monotonic())
     except DeadlinePassed:
         handle.kill()
-        raise DeadlinePassed(f"{spec.role}/{spec.rank} did not start in {spec.start_s:g} s (deadlines.actor_start_s): "
-                             f"it asks for {spec.gpus:g} GPUs, the cluster has {_resources()}") from None
+        raise handle.logged(DeadlinePassed(
+            f"{spec.role}/{spec.rank} did not start in {spec.start_s:g} s (deadlines.actor_start_s): it asks for "
+            f"{spec.gpus:g} GPUs, the cluster has {_resources()}")) from None
     if _connection is not None:
         _connection.handles[spec.name] = handle  # it hears its owner while it is made, too, which may take minutes
     made = Pending(handle, "start", actor.make.remote(spec.attempt, spec.factory, dict(spec.kwargs)))

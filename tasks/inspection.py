@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from rl_core import frames
+from rl_core.alarms import newest_alarm
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.audit import audit
 from rl_core.gaps import merged
@@ -101,6 +102,8 @@ def run_status(run_key: str) -> dict[str, Any]:
     by_source = [row for row in frames.rows_of(sources) if trained and row["step"] == trained[-1]]
     column, greedy = metrics_of(steps), greedy_accuracies(validations)
     accuracies, best = [each.accuracy.value for each in greedy], best_greedy(greedy)
+    alarm = newest_alarm((trained[i], {name: float(values[i]) for name, values in column.items()})
+                         for i in reversed(range(len(trained))))
     newest = {name: float(values[-1]) for name, values in column.items()} if trained else {}
     return json_values({
         "run_key": run_key, "state": state, "alive": alive, "steps": steps_done(run),
@@ -112,7 +115,7 @@ def run_status(run_key: str) -> dict[str, Any]:
                        for one in revisions(run)],
         "accuracy": accuracies[-1] if accuracies else None, "accuracy_start": accuracies[0] if accuracies else None,
         "accuracy_best": best.accuracy.value if best else None, "best_step": best.step if best else None,
-        "metrics": newest or view.get("metrics", {}),
+        "metrics": newest or view.get("metrics", {}), "alarm": alarm or view.get("alarm"),
         "recent": {name: mean_of_steps(values).value for name, values in column.items()},
         "by_source": {row["data_source"]: {name: row[name] for name in OF_SOURCE} for row in by_source},
         "gaps": merged(*(frame.attrs["gaps"] for frame in (steps, sources, validations))),

@@ -80,7 +80,10 @@ def register_night(night: Night, outcome: Outcome) -> tracking.ModelVersion | No
     run = run_dir(outcome.run_key)
     where = destination_of(run)
     if not read_result(run).get("tracked"):  # MLflow was away when its training ended
-        track_again(run, config_of(run, current_revision(run)))
+        again = track_again(run, config_of(run, current_revision(run)))
+        if not again["tracked"]:
+            raise tracking.TrackingFailed(again["tracking_trouble"] or f"MLflow at {where}: not all of {run.root} has "
+                                          "arrived")
     exported = _exported(night, outcome.run_key)
     version = tracking.register_version(run, where, exported, name=night.name, tags={
         "headway.night": night.key, "headway.serve": serve_line(night, exported["directory"])})
@@ -214,8 +217,10 @@ def training_failure(night: Night, run_key: str, error: BaseException) -> NightF
 def failure_of(night: Night, place: str, error: BaseException, run_key: str) -> NightFailed:
     """What a failed night says: where it stands, which part failed, the cause, and what goes on with it."""
     part = "MLflow" if isinstance(error, tracking.TrackingFailed) else component_of(error)
-    return NightFailed(f"night {night.key}: {place}, {part}: {type(error).__name__}: {error}; Retry, or "
-                       f"`headway rerun {run_key}`, goes on from there")
+    cause, *more = str(error).splitlines() or [""]
+    first = f"night {night.key}: {place}, {part}: {type(error).__name__}: {cause}; Retry, or " \
+            f"`headway rerun {run_key}`, goes on from there"
+    return NightFailed("\n".join([first, *more]))
 
 
 def tell_failure(night: Night, failed: str, *, stopped: bool = False) -> None:

@@ -26,10 +26,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 
+from rl_core.alarms import newest_alarm
 from rl_core.config import Config, EngineConfig, LearnerConfig, SglangEngineConfig
 from rl_core.errors import DeadPart, RunEnded, WallTimeReached
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData
+from rl_core.looking.failures import tell_last_lines
 from rl_core.looking.watching import LAST_STEPS, trained_tokens_per_s
 from rl_core.metrics import PoolReading, names, pool_metrics, read_pool
 from rl_core.model_setup import copy_model, model_digests, set_up_model
@@ -42,7 +44,7 @@ from rl_core.rollout.prompts import PromptSource
 from rl_core.rollout.pump import Pump
 from rl_core.run_dir import OwnerLock, RunDir, file_numbers, replace_file, self_test, to_json
 from rl_core.run_identity import RunIdentity, check_inputs, open_identity, refuse_to_amend_nothing
-from rl_core.run_log import STORY, RunLog
+from rl_core.run_log import STORY, RunLog, masked, secrets_of
 from rl_core.schedules import is_scheduled_checkpoint
 from rl_core.source import source_commit
 from rl_core.types import StepRecord
@@ -51,6 +53,7 @@ from tasks.artifacts import ProgressArtifact, tell_link
 from tasks.attempts import end_flow_run_before
 from tasks.checkpoint import make_room
 from tasks.exposing import Endpoint, expose
+from tasks.inspection import cause_of
 from tasks.offline import check_enough, origin_tag, placed_model, refuse_to_sample, take_up
 from tasks.paths import headway_home, run_dir
 from tasks.progress import Progress
@@ -177,8 +180,10 @@ class Owner:
                                sampled=self.experience.take_sampled(), filtered=self.experience.take_filtered())
         self.tracker.observe(record.step, metrics)
         self._last_steps.append(record.metrics)
+        alarm = newest_alarm([(record.step, record.metrics)])
         self.progress.set(state="training", step=record.step + 1, metrics=record.metrics | metrics,
-                          tokens_per_s=trained_tokens_per_s(self._last_steps))
+                          tokens_per_s=trained_tokens_per_s(self._last_steps),
+                          **({} if alarm is None else {"alarm": alarm}))  # the newest one stays
         STORY.info("trained in %.3f s, reward %.4g", record.metrics["system/step_s"], record.metrics["reward/mean"],
                    extra={"step": record.step})
         self._artifact.done(record.step + 1)
@@ -220,8 +225,9 @@ class Owner:
             self.screens.finish(LAST_PAGES_S[status] if mlflow_answers or status != "completed" else 0.0)
         if hasattr(self, "tracker"):
             ends: dict[str, Status] = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+            why = masked(cause_of(payload), secrets_of(os.environ)) if status == "failed" else None
             tracked = self.tracker.finish(ends[status], deadline_s=CLOSE_S if mlflow_answers else LAST_WORDS_S,
-                                          artifacts=figures)
+                                          artifacts=figures, why=why)
             self._put_result({**payload, "tracked": tracked, "tracking_trouble": self.tracker.trouble})
         ending.join()
 
@@ -232,7 +238,9 @@ class Owner:
             self.progress.set(trouble=f"{self.run.result}: {error}")
 
     def failed(self, error: BaseException) -> None:
-        """Note a failure by its first cause: a claim that a dead pump starved raises the pump's error itself."""
+        """Note a failure by its first cause (a claim that a dead pump starved raises the pump's error itself), and let
+        the error say what a dead part wrote last."""
+        tell_last_lines(error)
         STORY.error("failed: %s: %s", type(error).__name__, error, exc_info=error)
         with suppress(OSError):  # a full disk may be the cause itself, and is what shall be said
             self.run.logs.mkdir(parents=True, exist_ok=True)

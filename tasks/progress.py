@@ -23,7 +23,7 @@ from tasks.artifacts import tell_stall
 from tasks.waiting import StallReport, waits
 
 INTERVAL_S = 0.5
-TOLD = {"state": logging.INFO, "note": logging.WARNING, "trouble": logging.WARNING}
+TOLD = {"state": logging.INFO, "note": logging.WARNING, "trouble": logging.WARNING, "alarm": logging.WARNING}
 """Fields whose news are logged, each as this."""
 
 

@@ -31,6 +31,7 @@ from tasks.servers import HOST, Process
 
 START_TRIES = 3
 """A free port can be taken by somebody else before the service binds it: that, and only that, is tried again."""
+RAY_LOG = "ray.log"
 PRIVATE = "HEADWAY_PRIVATE_SERVICES"
 """Names, in a process that exported them, the services whose addresses are private: they are no ambient settings."""
 
@@ -55,6 +56,11 @@ class Services:
     """Ambient variables that `export` removes first."""
     adopted: bool = False
     """True when a service of an earlier owner was found alive."""
+
+
+def ray_log(where: Services) -> Path | None:
+    """What the Ray head that was started for this run wrote; None for one that is somebody else's."""
+    return where.state_dir / RAY_LOG if "ray" in where.pids else None
 
 
 def export(services: Services) -> None:
@@ -321,7 +327,7 @@ def _start_prefect(start: _Start) -> None:
 def _start_ray(start: _Start) -> None:
     keeper.clear_scratch(start.state_dir, start.state)  # of a try before this one
     token, port = servers.ray_token(start.home), servers.free_port()
-    address, log = f"{HOST}:{port}", start.state_dir / "ray.log"
+    address, log = f"{HOST}:{port}", start.state_dir / RAY_LOG
     scratch = start.state["scratch"] = tempfile.mkdtemp(prefix="headway-", dir=servers.short_tmp())
     process = servers.spawn(servers.ray_command(port, scratch), servers.ray_env(token) | _mark(start.state_dir),
                             cwd=Path(scratch), log=log)

@@ -40,6 +40,7 @@ class Watcher:
             "stages": now.get("stages", []), **{key: now[key] for key in PARTS if key in now},
             "reward": {"steps": list(seen.step_K), "mean": list(seen.reward_K)},
             "accuracy": list(seen.accuracy_V), "metrics": dict(seen.metrics),
+            "alarm": seen.alarm,
             "tokens_per_s": seen.tokens_per_s,
             "staleness": {"limit": config.staleness.limit, "groups": {str(age): n for age, n in seen.ages.items()}},
             "utilization": dict(seen.shares), "live": now.get("live", {}), "waits": now.get("waits", []),

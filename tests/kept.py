@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tasks import servers
+from tasks import kept, servers
 from tests.runs import Home
 
 SMALL: dict[str, Any] = {
@@ -52,6 +53,29 @@ class KeptHome(Home):
     def down(self) -> None:
         command = self.call("services", "down", "--force")
         assert command.process.returncode == 0, command.said
+
+    def kill(self, *names: str) -> None:
+        """Kill services, and wait until their supervisor has each of them up again, at its address, and all are ready.
+        """
+        before = self._noted().services
+        for name in names:
+            process = before[name].process
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+
+        def again() -> bool:
+            now = self._noted()
+            return now.ready and all(now.services[name].restarts == before[name].restarts + 1 for name in names)
+
+        wait_until(again, 120, f"{', '.join(names)}: started again")
+        after = self._noted().services
+        assert [after[name].address for name in names] == [before[name].address for name in names]
+
+    def _noted(self) -> kept.Kept:
+        """The services as their supervisor has noted them; `report` asks the same of a process of its own."""
+        found = kept.read(self.path)
+        assert found is not None
+        return found
 
     def report(self) -> dict[str, Any]:
         return self.call("services", "status", "--json").json

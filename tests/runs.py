@@ -18,6 +18,7 @@ from typing import Any
 
 from rl_core.run_dir import RunDir
 from tasks.servers import free_port
+from tasks.services import PRIVATE, Services
 
 DEADLINE_S = 240
 
@@ -124,6 +125,29 @@ class Home:
                 "select status from runs join tags using (run_uuid) where key = 'mlflow.runName' and value = ?",
                 (key,))]
         return flows, runs
+
+    def causes(self, key: str) -> tuple[str, str]:
+        """Why a run failed: the message of its newest flow run's state in Prefect; a tag of its run in MLflow."""
+        with sqlite3.connect(self.path / "prefect" / "prefect.db") as database:
+            [(told,)] = database.execute(
+                "select message from flow_run_state join flow_run on flow_run.state_id = flow_run_state.id "
+                "where flow_run.name = ? order by flow_run.created desc limit 1", (key,))
+        with sqlite3.connect(self.path / "mlflow" / "mlflow.db") as database:
+            [(tagged,)] = database.execute(
+                "select value from tags where key = 'headway.cause' and run_uuid in "
+                "(select run_uuid from tags where key = 'mlflow.runName' and value = ?)", (key,))
+        return told, tagged
+
+
+@dataclass
+class SharedHome(Home):
+    """A home whose runs use these services by address, with `isolated=false`: no start waits for its own."""
+
+    services: Services
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return super().environ | {name: value for name, value in self.services.env.items() if name != PRIVATE}
 
 
 @contextmanager

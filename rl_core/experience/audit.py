@@ -58,6 +58,11 @@ class AuditReport:
     filtered: dict[str, int] = field(default_factory=dict[str, int])
     """Groups that a filter left out, by reason: `no_spread` (landed, then dropped), or what the filter said of a group
     that has not landed. Each has finished its position."""
+    failed: dict[str, int] = field(default_factory=dict[str, int])
+    """Tries of answers that failed and were sampled again, or left a partial group, in groups that landed, by reason;
+    those of retired shards are not known any more."""
+    failed_groups: dict[str, int] = field(default_factory=dict[str, int])
+    """Tries of groups that ended without a row, by reason: outcomes that are not `filtered`."""
     origin: dict[str, Any] | None = None
     """Of a run on another run's shards: `run_key` and `run_uuid` of that one, whether they are `rescored`, and
     `shards`: each of this run -> the one there."""
@@ -101,12 +106,18 @@ def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = Non
         positions={state: positions[state] for state in POSITION_STATES},
         rows={state: rows[state] for state in ROW_STATES}, frontier=(last[0], last[1] + 1), claims=len(facts.claims),
         recorded=len(records), violations=facts.violations, shards=sum(shard_states.values()),
-        shard_states={state: shard_states[state] for state in SHARD_STATES}, filtered=_filtered(facts), origin=origin)
+        shard_states={state: shard_states[state] for state in SHARD_STATES}, filtered=_filtered(facts), origin=origin,
+        failed=dict(sorted(facts.failed.items())), failed_groups=_failed_groups(facts))
 
 
 def _filtered(facts: Facts) -> dict[str, int]:
     reasons = Counter(o.reason for o in facts.outcomes.values() if o.kind == "filtered")
     reasons += Counter("no_spread" for reason in facts.dropped.values() if reason == "filtered")
+    return dict(sorted(reasons.items()))
+
+
+def _failed_groups(facts: Facts) -> dict[str, int]:
+    reasons = Counter(o.reason for o in facts.outcomes.values() if o.kind != "filtered")
     return dict(sorted(reasons.items()))
 
 

@@ -5,7 +5,10 @@ Nothing is taken from `Index`, `Positions` or `Known`, whose decisions the audit
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from rl_core.errors import BrokenFile, ShardCorrupt
 from rl_core.experience.discovery import SHARD_NAME, stream_names
@@ -63,6 +66,8 @@ class Facts:
     """Shards that retention has removed; their rows are in `rows`, as claims and the ledger tell of them."""
     quarantined: dict[str, int] = field(default_factory=dict[str, int])
     outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    failed: Counter[str] = field(default_factory=Counter[str])
+    """Reason -> tries of answers that failed in groups that landed all the same, of the shards that verify."""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
     """Group id -> reason."""
     dropped_before: frozenset[str] = frozenset()
@@ -170,6 +175,7 @@ def _read_shard(run: RunDir, facts: Facts, stream: str, seq: int, *, quarantined
     key = shard_key(stream, seq)
     try:
         info = verify_shard(run.shard(stream, seq))
+        metas = cast("list[str]", map_shard(run.shard(stream, seq))[0].column("meta_json").to_pylist())
     except ShardCorrupt:
         (facts.quarantined if quarantined else facts.unverified)[key] = _stated_rows(run, key)
         return
@@ -177,8 +183,22 @@ def _read_shard(run: RunDir, facts: Facts, stream: str, seq: int, *, quarantined
         facts.quarantined[key] = info.rows
         return
     facts.digests[key] = info.shard_digest
+    for meta in metas:
+        facts.failed.update(failed_tries(meta))
     facts.rows += [Row(group_id=info.group_id[i], place=(int(info.dataset_epoch[i]), int(info.position[i])),
                         idx_min=int(info.idx_min[i]), shard=key, row=i) for i in range(info.rows)]
+
+
+def failed_tries(meta_json: str) -> dict[str, int]:
+    """Reason -> failed tries of a landed group: `{"reward_error": 2}`. A row of before reasons were counted has their
+    number and the last one, which stands for all of them; a row of another writer has none."""
+    try:
+        meta: Any = json.loads(meta_json)
+        counted: dict[Any, Any] = meta.get("failed") or ({meta["last_failure"]: meta["failures"]}
+                                                         if "last_failure" in meta else {})
+        return {str(reason): int(tries) for reason, tries in counted.items()}
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return {}
 
 
 def _stated_rows(run: RunDir, key: str) -> int:

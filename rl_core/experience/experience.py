@@ -488,15 +488,14 @@ class Experience:
                                         f"in flight since publication {lease.idx_dispatch}, held a claim for "
                                         f"{self.config.staleness.wait_deadline_s:g} s")
             else:
-                self._known.lose(name)
+                self._known.lose([name])
             self._settle()
 
     def worker_ended(self, worker: str) -> None:
         """The worker is dead (killed first) and its stream was listed since: what it had in flight is leased again."""
         with self.changed:
             self.leases.served.pop(worker, None)
-            for lease in self.leases.of(worker):
-                self._known.lose(lease.group_id)
+            self._known.lose([lease.group_id for lease in self.leases.of(worker)])
             self._settle()
 
     # -- views

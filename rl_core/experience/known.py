@@ -7,6 +7,7 @@ Not thread-safe: `Experience` guards it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from rl_core.experience.health import Health
 from rl_core.experience.index import Index, group_key, group_keys
 from rl_core.experience.leases import LeaseBook
 from rl_core.experience.ledger import RetiredRow, read_retired
+from rl_core.experience.lost_leases import put_lost, read_lost
 from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
 from rl_core.experience.positions import Positions, Slot
 from rl_core.experience.shards import ShardInfo
@@ -25,6 +27,8 @@ from rl_core.experience.snapshots import read_past
 from rl_core.experience.staleness import LEASED_AGAIN, is_drop, judge, rule_of
 from rl_core.run_dir import RunDir
 from rl_core.types import Claim, Drop, Outcome, OutcomeKind, group_id, parse_group_id
+
+LOG = logging.getLogger("headway.experience")
 
 
 class Known:
@@ -34,10 +38,10 @@ class Known:
     """
 
     def __init__(self, run: RunDir, config: Config, attempt: int, *, consumer: str, clock: Callable[[], float]) -> None:
-        self._run, self._config = run, config
+        self._run, self._config, self._attempt = run, config, attempt
         self.index = Index(rule_of(config))
         self.positions = Positions()
-        self.leases = LeaseBook(attempt)
+        self.leases = LeaseBook(attempt, read_lost(run))
         self.health = Health(config, clock)
         self._final: set[int] = set()
         """Groups that ended for good: their position is finished."""
@@ -130,15 +134,21 @@ class Known:
 
     # -- leases that end without a fact
 
-    def lose(self, name: str) -> None:
-        """A lease that left no trace: the same try is leased again, at most `max_leases` times, then it is poison."""
-        if (lease := self.leases.by_id.get(name)) is None:
-            return
-        if (times := self.leases.lose(name)) < self._config.failure.max_leases:
-            self.positions.lost(lease.slot)
-        else:
-            self.put_outcome(lease.slot, name, "poison", "max_leases",
-                             f"{times} workers died with this group in flight, or lost it")
+    def lose(self, names: Sequence[str]) -> None:
+        """Leases that left no trace: the same try is leased again, at most `max_leases` times over all attempts, then
+        it is poison."""
+        again: list[str] = []
+        for name in names:
+            if (lease := self.leases.by_id.get(name)) is None:
+                continue
+            if (times := self.leases.lose(name)) < self._config.failure.max_leases:
+                self.positions.lost(lease.slot)
+                again.append(name)
+            else:
+                self.put_outcome(lease.slot, name, "poison", "max_leases",
+                                 f"{times} workers died with this group in flight, or lost it")
+        if again:
+            self._note_lost(again)
 
     def end_missing(self, name: str) -> None:
         """A live worker neither has the group in flight, nor landed it in a shard that can be read: another try."""
@@ -161,6 +171,13 @@ class Known:
             raise self._spent
 
     # -- effects
+
+    def _note_lost(self, names: Sequence[str]) -> None:
+        """For the owners after this one. Without it they begin to count at 0, which no full disk may end a run for."""
+        try:
+            put_lost(self._run, self._attempt, names, fsync=self._config.storage.fsync)
+        except OSError as error:
+            LOG.warning("%d lost leases count in this start only: %s", len(names), error)
 
     def _note_claimed(self, groups_G4: NDArray[np.int64]) -> None:
         """Columns dataset_epoch, position, try, prompt_idx."""

@@ -1,4 +1,5 @@
-"""Leases: which groups are in flight at which worker (F). Memory only: a restart asks the workers.
+"""Leases: which groups are in flight at which worker (F). Memory only: a restart asks the workers, and is told how
+often each group was lost before it.
 
 A lease has no clock. It ends when its group is verified, when its outcome is written, or when its worker is dead.
 Not thread-safe: `Experience` guards it.
@@ -6,7 +7,7 @@ Not thread-safe: `Experience` guards it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rl_core.experience.positions import Slot
@@ -36,7 +37,8 @@ class Leased:
 class LeaseBook:
     """Groups in flight by id; how often each was leased; what every live worker serves."""
 
-    def __init__(self, attempt: int) -> None:
+    def __init__(self, attempt: int, lost: Mapping[str, int]) -> None:
+        """`lost`: how often the leases of a group have left no trace under earlier owners."""
         self.by_id: dict[str, Leased] = {}
         self.served: dict[str, int] = {}
         """Publication index that each live worker has acknowledged; -1 = none yet."""
@@ -44,7 +46,7 @@ class LeaseBook:
         """All live workers have said what they have in flight, and all streams were listed since."""
         self._attempt = attempt
         self._granted = 0
-        self._count: dict[str, int] = {}
+        self._count = dict(lost)
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -64,7 +66,7 @@ class LeaseBook:
         self._count.pop(name, None)
 
     def lose(self, name: str) -> int:
-        """The lease left no trace. Returns how often this try was leased so far."""
+        """The lease left no trace. Returns how often this try was leased so far, and lost under earlier owners."""
         self.by_id.pop(name, None)
         return self._count.get(name, 0)
 

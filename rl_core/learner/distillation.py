@@ -1,4 +1,4 @@
-"""Distillation from a teacher, on answers that the policy sampled. Pure functions; a teacher is no role yet.
+"""Distillation from a teacher, on answers that the policy sampled. Pure functions, for learner/others.py.
 
 `_S` loss tokens, `_SK` the k most likely tokens of the teacher at each of them. Log-probs are float32 nats.
 """

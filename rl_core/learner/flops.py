@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from rl_core.model_setup import EXPERTS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -47,7 +49,7 @@ def model_size(model: PreTrainedModel) -> ModelSize | None:
     """
     config, whole = cast(Any, model.config), cast(Any, model)
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    experts = max(getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = max(getattr(config, name, None) or 0 for name in EXPERTS)
     hidden = getattr(config, "hidden_size", None)
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)) or experts > 1:
         return None

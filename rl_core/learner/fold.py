@@ -23,6 +23,7 @@ from rl_core.experience.ledger import read_claim
 from rl_core.experience.reader import ClaimRows, Staging, read_claim_rows
 from rl_core.experience.staleness import OFFLINE
 from rl_core.learner import batch as stages
+from rl_core.learner.invariants import FIRST_STEPS, alarm_bounds
 from rl_core.learner.own_metrics import own_metrics
 from rl_core.learner.plan import StepPlan, StepResult
 from rl_core.learner.ranks import Ranks
@@ -30,10 +31,8 @@ from rl_core.learner.roles import Roles
 from rl_core.learner.state import TrainState
 from rl_core.learner.step import training_step
 from rl_core.learner.step_metrics import (
-    FIRST_STEPS,
     TokenFacts,
     experience_metrics,
-    mismatch_bound,
     part_means,
     token_metrics,
     update_metrics,
@@ -190,9 +189,9 @@ class Fold:
         """
         claim, rows, config = trained.claim, trained.rows, trained.config
         first = {step: value for step, value in self.first_mismatch.items() if step < claim.step}
-        bound = mismatch_bound(first, float32=config.learner.dtype == config.rollout.engine.dtype == "float32")
         found = {**experience_metrics(rows, claim), **token_metrics(trained.facts, len(rows.reward_N)),
-                 **update_metrics(trained.result, learning_rate(claim.step, config), bound), **trained.beside}
+                 **update_metrics(trained.result, learning_rate(claim.step, config), alarm_bounds(config, first)),
+                 **trained.beside}
         own = own_metrics(config.learner.metrics, rows, claim, found)
         return {**found, **part_metrics(part_means(rows), MAX_PARTS - len(own)), **own, "weights/changed": changed}
 

@@ -40,7 +40,7 @@ ESTIMATORS = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
 
 
 def estimate(log_p: Tensor, log_q: Tensor, estimator: str) -> Tensor:
-    """By name: k1, abs, k2, k3; k1+ and k3+ have that value and the gradient of k2."""
+    """By name: k1, abs, k2, k3; with a `+` behind it that value and the gradient of k2, so that k2+ is k2."""
     name, plus, _ = estimator.partition("+")
     value = ESTIMATORS[name](log_p, log_q)
     if not plus:

@@ -33,8 +33,9 @@ from rl_core.experience.ledger import claim_digest, claimed_steps
 from rl_core.experience.reader import Staging
 from rl_core.learner.flops import claim_places, measured_peak, step_flops
 from rl_core.learner.fold import Fold, Read, Trained, changed_for_engines, make_deterministic
+from rl_core.learner.invariants import FIRST_STEPS
 from rl_core.learner.ranks import Ranks, named_collectives
-from rl_core.learner.step_metrics import FIRST_STEPS, by_source, part_means
+from rl_core.learner.step_metrics import by_source, part_means
 from rl_core.lora.canary import Probe
 from rl_core.metrics import MAX_SPANS, IntervalLedger, utilization
 from rl_core.records import put_record, recorded_steps

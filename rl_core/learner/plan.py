@@ -69,6 +69,11 @@ def weight_cap(learner: LearnerConfig) -> float | None:
     return correction.cap if correction.weights.endswith("_truncate") else None
 
 
+def recomputes_proximal(learner: LearnerConfig) -> bool:
+    """Whether the ratio's anchor is the learner's own proximal policy, not an approximation or the behavior policy."""
+    return learner.correction.mode == "decoupled" and learner.loss.proximal == "recompute"
+
+
 def needs_proximal_pass(learner: LearnerConfig, updates: int) -> bool:
     """Whether the proximal log-probs need a pass of their own.
 
@@ -78,6 +83,6 @@ def needs_proximal_pass(learner: LearnerConfig, updates: int) -> bool:
     a whole minibatch, an estimator that reads the proximal policy, and the KL in the reward need it before the first
     one.
     """
-    if learner.correction.mode == "bypass" or learner.loss.proximal != "recompute":
+    if not recomputes_proximal(learner):
         return False
     return updates > 1 or needs_whole(learner) or needs_policy(learner.advantage) or learner.kl.use == "reward"

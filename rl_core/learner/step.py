@@ -20,7 +20,7 @@ from rl_core.learner.credit import Credit, is_made_late
 from rl_core.learner.critic_updates import CriticUpdates
 from rl_core.learner.kl import KlController
 from rl_core.learner.micro import minibatches_of
-from rl_core.learner.plan import StepPlan, StepResult, needs_proximal_pass
+from rl_core.learner.plan import StepPlan, StepResult, needs_proximal_pass, recomputes_proximal
 from rl_core.learner.policy import Policy
 from rl_core.learner.ranks import Ranks, reshard, to_list
 from rl_core.learner.roles import Roles
@@ -35,7 +35,8 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
     the critic and the coefficient of the KL, where the plan has them.
 
     `batch` is on the host, and all stages of batch.py have been there.
-    Raises EngineMismatch before anything is updated, NonFiniteTraining after too many skipped updates in a row.
+    Raises EngineMismatch and ProximalDrift before anything is updated, NonFiniteTraining after too many skipped updates
+    in a row.
     """
     learner, roles = plan.learner, roles or Roles()
     check_combination(learner)
@@ -73,7 +74,7 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
         largest=dict(zip(MAXIMA, largest, strict=True)),
         losses=tuple(run.steps.losses), gradient_norms=tuple(run.steps.norms),
         updates=updates, skipped=run.steps.skipped, skipped_in_a_row=run.steps.skipped_in_a_row,
-        recomputed=learner.loss.proximal == "recompute" and learner.correction.mode == "decoupled",
+        recomputed=recomputes_proximal(learner),
         first_forward_s=first_forward_s, updated_s=updated_s, proximal_s=proximal_s, roles_s=asked_s - first_forward_s,
         critic={} if critic is None else critic.metrics(), kl=math.nan if credit is None else credit.kl)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rl_core.correctness import RIGHT, is_known_everywhere, known_correctness
 from rl_core.experience.staleness import OFFLINE
 from rl_core.learner.correction import effective_samples
+from rl_core.learner.invariants import AlarmBounds, invariant_metrics
 from rl_core.learner.sums import NAN, share
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
         "rollout/length_mean": mean(length_N), "rollout/length_p95": p95(length_N),
         "rollout/length_right": mean(length_N[right_N]), "rollout/length_wrong": mean(length_N[wrong_N]),
         "rollout/right_length_p95": p95(length_N[right_N]), "rollout/wrong_length_p95": p95(length_N[wrong_N]),
-        "rollout/truncated": mean(rows.finish_N == 1), "rollout/partial": mean(sessions_G < rows.n_expected_G),
+        "rollout/truncated": mean(rows.finish_N == 1), "rollout/empty": mean((rows.finish_N == 0) & (length_N == 1)),
+        "rollout/partial": mean(sessions_G < rows.n_expected_G),
         "rollout/trajectories": len(reward_N) / int(first_N.sum()),
         "staleness/mean": mean(age_G), "staleness/p95": p95(age_G),
         "staleness/max": float(age_G.max()),
@@ -120,10 +122,11 @@ def token_metrics(facts: TokenFacts, answers: int) -> dict[str, float]:
             "staleness/mixed": share(facts.mixed, answers)}
 
 
-def update_metrics(result: StepResult, learning_rate: float, mismatch_bound: float) -> dict[str, float]:
+def update_metrics(result: StepResult, learning_rate: float, bounds: AlarmBounds) -> dict[str, float]:
     """What the optimizer did, and the invariants of algorithms.md section 9."""
     totals, largest = result.totals, result.largest
     mismatch = share(totals["current_abs"], totals["current"])
+    drift = _finite(largest["ratio_drift"]) if result.recomputed else NAN
     made = len(result.losses)
     return {
         "train/policy_loss": share(math.fsum(result.losses), made),
@@ -134,13 +137,14 @@ def update_metrics(result: StepResult, learning_rate: float, mismatch_bound: flo
         "train/clip_high": share(totals["clip_high"], totals["update_tokens"]),
         "train/kl_proximal": share(totals["kl_proximal"], totals["update_tokens"]),
         "train/ratio_max": _finite(largest["ratio_max"]),
-        "train/ratio_drift": _finite(largest["ratio_drift"]) if result.recomputed else NAN,
+        "train/ratio_drift": drift,
         "train/mismatch_current_abs": mismatch,
         "train/mismatch_current_k3": share(totals["current_k3"], totals["current"]),
         "train/mismatch_stale_abs": share(totals["stale_abs"], totals["stale"]),
         "train/mismatch_stale_k3": share(totals["stale_k3"], totals["stale"]),
+        "train/mismatch_swapped_abs": share(totals["swapped_abs"], totals["swapped"]),
         "train/mismatch_swapped_k3": share(totals["swapped_k3"], totals["swapped"]),
-        "train/mismatch_alarm": float(mismatch > mismatch_bound),
+        **invariant_metrics(mismatch, drift, bounds),
         "train/loglinear_error": share(totals["loglinear_error"], totals["loglinear_tokens"]),
         "train/effective_samples": effective_samples(totals["weight"], totals["weight_square"], totals["tokens"]),
         "train/weight_max": _finite(largest["weight_max"]),
@@ -185,20 +189,3 @@ def correction_metrics(totals: Mapping[str, float], largest: Mapping[str, float]
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else NAN
-
-
-FIRST_STEPS = 5
-FLOAT32_BOUND = 1e-3
-ALARM_FACTOR = 4.0
-
-
-def mismatch_bound(first: Mapping[int, float], *, float32: bool) -> float:
-    """Bound on the mean |log proximal - log behavior| of current tokens, nats, above which the step raises its alarm.
-
-    float32 on both sides: 1e-3. Otherwise 4 times the mean of what the first steps (step -> value) measured, and no
-    bound while nothing has been measured.
-    """
-    if float32:
-        return FLOAT32_BOUND
-    measured = [value for step, value in first.items() if step < FIRST_STEPS and math.isfinite(value)]
-    return ALARM_FACTOR * sum(measured) / len(measured) if measured else math.inf

@@ -60,8 +60,9 @@ class Bounds:
 
 
 ANCHOR_TOTALS = ("tokens", "current", "current_abs", "current_k3", "stale", "stale_abs", "stale_k3", "swapped",
-                 "swapped_k3", "weight", "weight_square", "weight_truncated", "weight_under", "behavior_kl",
-                 "behavior_k3", "proximal_logprob", "behavior_logprob", "sequences", "sequence_weight_square")
+                 "swapped_abs", "swapped_k3", "weight", "weight_square", "weight_truncated", "weight_under",
+                 "behavior_kl", "behavior_k3", "proximal_logprob", "behavior_logprob", "sequences",
+                 "sequence_weight_square")
 UPDATE_TOTALS = ("update_tokens", "entropy", "clip_low", "clip_high", "kl_proximal", "zero_advantage", "impossible",
                  "rejected_tokens", "update_sequences", "rejected_sequences")
 OTHER_TOTALS = ("other_tokens", "impossible_to_others", "kl_tokens", "kl_reference", "distilled_tokens", "distillation")
@@ -103,7 +104,8 @@ def anchor_sums(sums: Sums, proximal_S: Tensor, behavior_S: Tensor, lag_S: Tenso
         "tokens": torch.tensor(float(len(proximal_S))),
         "current": current_S.sum(), "current_abs": difference_S[current_S].sum(), "current_k3": k3_S[current_S].sum(),
         "stale": stale_S.sum(), "stale_abs": difference_S[stale_S].sum(), "stale_k3": k3_S[stale_S].sum(),
-        "swapped": swapped_S.sum(), "swapped_k3": k3_S[swapped_S].sum(), "weight": weight_S.sum(),
+        "swapped": swapped_S.sum(), "swapped_abs": difference_S[swapped_S].sum(),
+        "swapped_k3": k3_S[swapped_S].sum(), "weight": weight_S.sum(),
         "weight_square": weight_S.square().sum(), "weight_truncated": (weight_S > bounds.high).sum(),
         "weight_under": (weight_S < bounds.low).sum(), "behavior_kl": -log_S.sum(), "behavior_k3": k3_S.sum(),
         "proximal_logprob": proximal_S.sum(), "behavior_logprob": behavior_S.sum(), "sequences": mine_M.sum(),

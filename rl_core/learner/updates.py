@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -13,27 +14,24 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rl_core.errors import EngineMismatch
 from rl_core.learner.aggregation import Denominators, aggregate
 from rl_core.learner.asking import Asked
 from rl_core.learner.batch import column, session_tokens, sessions_with
-from rl_core.learner.correction import loglinear_proximal
+from rl_core.learner.correction import log_ratio, loglinear_proximal
 from rl_core.learner.credit import Credit, Seen, credit_of
+from rl_core.learner.invariants import check_drift, check_mismatch
 from rl_core.learner.logprobs import TokenLogprobs
 from rl_core.learner.losses.tokens import Tokens
 from rl_core.learner.micro import Micro, Minibatch
 from rl_core.learner.objective import chosen_loss, composed, corrected, correction_of, possible
 from rl_core.learner.optimizer import OptimizerSteps, set_optimizer
 from rl_core.learner.others import Others, other_terms, taught_advantage
-from rl_core.learner.plan import StepPlan
+from rl_core.learner.plan import StepPlan, recomputes_proximal
 from rl_core.learner.policy import Policy
 from rl_core.learner.ranks import Ranks, to_list
 from rl_core.learner.sums import Bounds, Sums, anchor_sums, correction_sums, other_sums, stack, update_sums
 from rl_core.learner.whole import Whole, choose, gather, needs_whole, reads_policy, resample, select, selects
 from rl_core.seeds import derive
-
-MISMATCH_ERROR = 0.1
-"""Nats per token between proximal and behavior on tokens of the very same weights: engine and learner disagree."""
 
 
 class Updates:
@@ -172,6 +170,7 @@ class Updates:
             loss = loss + self._backward(micro, minibatch, whole, passed, drift=self.first and i == 0)
         if self.first:
             self.check_mismatch()
+            self._check_drift()
         self.first = False
         self.steps.take(list(self.policy.parameters()), loss, self.learner.max_grad_norm)
 
@@ -208,8 +207,9 @@ class Updates:
         update_sums(self.sums, found, tokens, entropy_S, impossible_S)
         correction_sums(self.sums, correction, tokens)
         other_sums(self.sums, terms, others.impossible_S)
-        if drift and len(policy_S) and not self.bypass:
-            self.sums.raise_to({"ratio_drift": (found.ratio_S - 1.0).abs().max()})
+        if drift and len(policy_S) and recomputes_proximal(self.learner):  # the loss may be on another ratio
+            ratio_S = log_ratio(tokens.policy_S.detach(), tokens.anchor_S).exp()
+            self.sums.raise_to({"ratio_drift": (ratio_S - 1.0).abs().max()})
         return policy_loss.detach().double().cpu()
 
     def _with_choice(self, tokens: Tokens, micro: Micro, minibatch: Minibatch, whole: Whole, passed: int) -> Tokens:
@@ -265,8 +265,11 @@ class Updates:
     def check_mismatch(self) -> None:
         """Raises EngineMismatch where the tokens of these very weights were sampled by another distribution."""
         current, total = to_list(self.ranks.sum_tensor(stack(self.sums.total, ("current", "current_abs"), 0.0)))
-        if current and total / current > MISMATCH_ERROR:
-            raise EngineMismatch(
-                f"step {self.plan.step}: mean |log proximal - log behavior| is {total / current:.3f} nats over "
-                f"{int(current)} tokens that the engine sampled with the very weights of this step (limit "
-                f"{MISMATCH_ERROR}); engine and learner disagree about the model, its dtype, or the sampling settings")
+        check_mismatch(self.plan.step, total, current)
+
+    def _check_drift(self) -> None:
+        """Raises ProximalDrift, on all ranks alike, where the first micro-batch has not the proximal log-probs again.
+        """
+        if recomputes_proximal(self.learner):
+            [drift] = to_list(self.ranks.max_tensor(stack(self.sums.largest, ("ratio_drift",), -math.inf)))
+            check_drift(self.plan.step, drift, self.learner.dtype)

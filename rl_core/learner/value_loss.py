@@ -1,4 +1,4 @@
-"""The loss of a critic's values. A pure function; a critic is no role yet. `_S` loss tokens."""
+"""The loss of a critic's values. A pure function, for learner/critic_updates.py. `_S` loss tokens."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rl_core.alarms import newest_alarm
 from rl_core.errors import BrokenFile
 from rl_core.experience.columns import fixed_values
 from rl_core.experience.ledger import read_claim
@@ -45,6 +46,8 @@ class Sight:
     """`reward/mean` of each; NaN where it has none."""
     metrics: Mapping[str, float]
     """Of the newest step, by the names of learner and owner."""
+    alarm: str | None
+    """`step 12: mismatch 0.012 over 0.005`, of the newest of those steps that violated an invariant."""
     ages: Mapping[int, int]
     """Trained groups of the last AGE_STEPS steps by age, publications, ascending. Groups of another run have none."""
     shares: Mapping[str, float]
@@ -107,6 +110,7 @@ class Watch:
         return Sight(
             steps=len(steps), step_K=tuple(read), metrics=self._metrics[read[-1]] if read else {},
             reward_K=tuple(self._metrics[step].get("reward/mean", math.nan) for step in read),
+            alarm=newest_alarm((step, self._metrics[step]) for step in reversed(read)),
             ages=dict(sorted(ages.items())), shares=self._shares(last),
             tokens_per_s=trained_tokens_per_s(self._metrics[step] for step in last), step_s=self._step_s(last),
             newest_s=self._ts_us[read[-1]] / 1e6 if read else math.nan, accuracy_V=self._accuracies())

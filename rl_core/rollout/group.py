@@ -5,6 +5,7 @@ No threads, no engine, no files: the worker holds its lock around every call and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -169,7 +170,8 @@ class GroupInFlight:
         """The group as it lands, answers in order of their numbers."""
         meta: dict[str, Any] = {"answered_at_us": self.answered_at_us} if self.answered_at_us else {}
         if self.failures:
-            meta |= {"failures": len(self.failures), "last_failure": self.failures[-1][0]}
+            meta |= {"failures": len(self.failures), "last_failure": self.failures[-1][0],
+                     "failed": dict(sorted(Counter(reason for reason, _ in self.failures).items()))}
         if self.greedy:
             meta["greedy_tokens"] = self.tokens_greedy
         several = any(len(session.turns) > 1 for session in self.answers.values())

@@ -312,7 +312,8 @@ class Pump:
             if self._restarts > self._config.failure.worker_restarts:
                 raise FailureBudgetSpent(
                     f"rollout workers died {self._restarts} times in this attempt (failure.worker_restarts "
-                    f"{self._config.failure.worker_restarts}); the last one: {worker.name}: {worker.death}")
+                    f"{self._config.failure.worker_restarts}); the last one: {worker.name}: {worker.death}"
+                ) from worker.death
         try:
             link = self._pool.restart(worker.name)
         except (WorkerDead, DeadlinePassed) as error:

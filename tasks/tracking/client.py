@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tasks.destination import Destination, redact_in
+from tasks.waiting import waiting
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -21,6 +24,11 @@ QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 """Set before mlflow is imported, unless the environment says otherwise."""
+
+LOCKED_S, LOCKED_PAUSE_S = 120.0, 0.5
+"""How long another writer of a sqlite database is waited for, and between two tries. Of each statement MLflow itself
+waits up to 20 s for the lock."""
+T = TypeVar("T")
 
 
 class TrackingFailed(RuntimeError):
@@ -36,21 +44,41 @@ def open_client(uri: str) -> MlflowClient:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
+    # It prints a traceback for each try that meets a lock: the error, which is told or tried again, holds all of it.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     make_database(uri)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
-@contextmanager
-def asked(where: Destination) -> Generator[MlflowClient]:
-    """A client for a few calls that somebody waits for. Raises TrackingFailed, without passwords."""
-    try:
-        yield open_client(where.uri)
-    except Exception as error:
-        from mlflow.exceptions import MlflowException
+def asked(where: Destination, work: Callable[[MlflowClient], T]) -> T:
+    """What `work` returns: a few calls that somebody waits for. While another writer holds the sqlite database it is
+    done again from its beginning, for up to LOCKED_S: once more must change nothing, wherever it was cut short.
 
-        if not isinstance(error, MlflowException | OSError):
-            raise
-        raise TrackingFailed(f"MLflow at {where}: {redact_in(str(error), where.uri)}") from error
+    Raises TrackingFailed, without passwords.
+    """
+    until = time.monotonic() + LOCKED_S
+    with waiting(f"MLflow at {where}", "an answer", LOCKED_S):
+        while True:
+            try:
+                return work(open_client(where.uri))
+            except Exception as error:
+                from mlflow.exceptions import MlflowException
+
+                if is_locked(error):
+                    if time.monotonic() < until:
+                        time.sleep(LOCKED_PAUSE_S)
+                        continue
+                    raise TrackingFailed(f"MLflow at {where}: database is locked by another writer for {LOCKED_S:g} s "
+                                         "now; end it, then the same command goes on") from error
+                if not isinstance(error, MlflowException | OSError):
+                    raise
+                raise TrackingFailed(f"MLflow at {where}: {redact_in(str(error), where.uri)}") from error
+
+
+def is_locked(error: BaseException) -> bool:
+    """Whether a sqlite database, ours or that of a server, was held by another writer: nothing of that call is in it.
+    """
+    return "database is locked" in str(error) or "database table is locked" in str(error)
 
 
 def make_database(uri: str) -> None:
@@ -58,7 +86,7 @@ def make_database(uri: str) -> None:
     steps, and one that was killed in between can be opened by nobody again."""
     from mlflow import MlflowClient
 
-    final = Path(uri.removeprefix("sqlite:///"))
+    final = Path(uri.removeprefix("sqlite:///").partition("?")[0])
     if not uri.startswith("sqlite:///") or final.exists():
         return
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -90,5 +118,7 @@ def tracked_status(uri: str, run_id: str) -> str | None:
 
     try:
         return str(MlflowClient(tracking_uri=uri).get_run(run_id).info.status)
-    except (MlflowException, OSError):
+    except Exception as error:
+        if not isinstance(error, MlflowException | OSError) and not is_locked(error):
+            raise
         return None

@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from rl_core.alarms import alarm_text
 from rl_core.config import Config
 from rl_core.errors import BrokenFile
 from rl_core.gaps import Gaps
@@ -47,7 +48,13 @@ TAG_TRACED = "headway.traced"
 """The newest validation for which trajectories of the training step before it are traces."""
 TAG_UNTRACED = "headway.trajectories_unread"
 """Why the newest of those steps that has fewer of them, or none, has."""
-UNREAD_CHARACTERS = 1000
+TAG_ALARM = "headway.alarm"
+"""The first step that violated an invariant, with what was measured: `step 12: mismatch 0.012 over 0.005`."""
+TAG_ALARM_NEWEST = "headway.alarm_newest"
+"""The same of the newest such step."""
+TAG_CAUSE = "headway.cause"
+"""Why the newest start failed: the error, and below it what a dead part that caused it wrote last."""
+UNREAD_CHARACTERS, CAUSE_CHARACTERS = 1000, 4000
 VALIDATION = r"step-(\d{9})\.json"
 TAG_TABLES = "mlflow.loggedArtifacts"
 """Names the artifacts that MLflow's pages show as tables."""
@@ -61,9 +68,19 @@ BATCH_METRICS = 1000
 BATCH_PARAMS = 100
 
 
+class _Step(NamedTuple):
+    """What a committed file says of its step."""
+
+    metrics: dict[str, float]
+    """The tracked ones."""
+    ts_us: int
+    alarm: str | None = None
+    """Invariants that it violated, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One kind of committed file. `load(k)` -> (metrics, ts_us) of step k."""
+    """One kind of committed file."""
 
     marker: str | None
     """A metric that every step of this source has: its last step in MLflow is where the replay begins. None: all is
@@ -73,21 +90,21 @@ class _Source:
     place: Callable[[int], Path] | None
     """The file of a step, where steps follow one another: then the next ones are looked for by their names. A listing
     of all of them, thousands of times, would be most of the work of a long run."""
-    load: Callable[[int], tuple[dict[str, float], int]]
+    load: Callable[[int], _Step]
 
 
 def _sources(run: RunDir) -> tuple[_Source, ...]:
-    def record(k: int) -> tuple[dict[str, float], int]:
+    def record(k: int) -> _Step:
         stored = read_record(run, k)
-        return _tracked(stored.metrics), stored.ts_us
+        return _Step(_tracked(stored.metrics), stored.ts_us, alarm_text(stored.metrics))
 
-    def observation(k: int) -> tuple[dict[str, float], int]:
+    def observation(k: int) -> _Step:
         stored = read_observation(run, k)
-        return _tracked(stored.metrics), stored.ts_us
+        return _Step(_tracked(stored.metrics), stored.ts_us)
 
-    def validation(k: int) -> tuple[dict[str, float], int]:
+    def validation(k: int) -> _Step:
         stored = read_json(run.validation(k))
-        return _tracked(validation_metrics(stored)), int(stored["ts_us"])
+        return _Step(_tracked(validation_metrics(stored)), int(stored["ts_us"]))
 
     return (
         _Source(tracked_names("learner")[0], lambda: recorded_steps(run), run.record, record),
@@ -145,6 +162,7 @@ class Mirror:
         self._describe(found)
         self._put_data_sets(found)
         self._sources = {source: self._replayed(source) for source in _sources(run)}
+        self._alarmed = TAG_ALARM in found.data.tags
         self._looked = False
         self._tables = self._stored_tables()
         self._of = TracedRun(run_uuid=tags[TAG_RUN_UUID], run_id=self.run_id, experiment_id=self.experiment_id)
@@ -161,17 +179,19 @@ class Mirror:
 
         batch: list[Metric] = []
         marks: list[tuple[set[int], int]] = []
+        alarms: dict[int, str] = {}
         for source, done in self._sources.items():
             for k in _following(source.place, done) if source.place and done and not whole else source.steps():
                 if k in done:
                     continue
-                metrics, ts_us = source.load(k)
+                metrics, ts_us, alarm = source.load(k)
                 if len(batch) + len(metrics) > BATCH_METRICS:
-                    self._send(batch, marks)
-                    batch, marks = [], []
+                    self._send(batch, marks, alarms)
+                    batch, marks, alarms = [], [], {}
                 batch += [Metric(name, value, ts_us // 1000, k) for name, value in metrics.items()]
                 marks.append((done, k))
-        self._send(batch, marks)
+                alarms |= {} if alarm is None else {k: alarm}
+        self._send(batch, marks, alarms)
         self._looked = True
         self._put_tables()
         self._put_trajectories()
@@ -228,11 +248,22 @@ class Mirror:
         paths = [artifact.path for artifact in self._client.list_artifacts(self.run_id, folder)]
         return sorted(path for path in paths if re.fullmatch(pattern, Path(path).name))[:-1]
 
-    def _send(self, batch: list[Metric], marks: list[tuple[set[int], int]]) -> None:
+    def _send(self, batch: list[Metric], marks: list[tuple[set[int], int]], alarms: Mapping[int, str]) -> None:
+        if alarms:  # before the points, behind which these steps are not replayed again
+            self._tag_alarms(alarms)
         if batch:
             self._client.log_batch(self.run_id, metrics=batch)
         for done, k in marks:
             done.add(k)
+
+    def _tag_alarms(self, alarms: Mapping[int, str]) -> None:
+        """The first step with an alarm stays; the newest one is written over. One call, however many they are."""
+        from mlflow.entities import RunTag
+
+        first, newest = (f"step {k}: {alarms[k]}" for k in (min(alarms), max(alarms)))
+        tags = {TAG_ALARM_NEWEST: newest} if self._alarmed else {TAG_ALARM: first, TAG_ALARM_NEWEST: newest}
+        self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        self._alarmed = True
 
     def log_artifact(self, path: Path, folder: str) -> None:
         self._client.log_artifact(self.run_id, str(path), folder or None)
@@ -240,7 +271,18 @@ class Mirror:
     def log_page(self, name: str, text: str) -> None:
         self._client.log_text(self.run_id, text, name)
 
-    def close(self, status: Status) -> None:
+    def close(self, status: Status, why: str | None) -> None:
+        """Set how this start ended. `why`: the cause of a failure; that of an earlier start goes with any other end."""
+        from mlflow.exceptions import MlflowException
+
+        if why is not None:
+            self._client.set_tag(self.run_id, TAG_CAUSE, why[:CAUSE_CHARACTERS])
+        elif status != "FAILED":
+            try:
+                self._client.delete_tag(self.run_id, TAG_CAUSE)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
         self._client.set_terminated(self.run_id, status=status)
 
     def _find(self) -> Run | None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.run_dir import RunDir, read_json
 from tasks.destination import Destination
 from tasks.tracking.client import asked
 from tasks.tracking.mirror import TAG_RUN_KEY, Status, experiment_of
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 TAG_PARENT = "mlflow.parentRunId"
 """Of a child: id of its parent. MLflow's pages make a tree of it."""
@@ -28,7 +31,7 @@ def open_parent(where: Destination, *, experiment: str, key: str, tags: Mapping[
 
     `settings`, what the matrix varies, is its artifact `matrix.json`. Raises TrackingFailed.
     """
-    with asked(where) as client:
+    def opened(client: MlflowClient) -> str:
         place = experiment_of(client, experiment, where.artifacts)
         hits = client.search_runs([place], f"tags.`{TAG_MATRIX}` = '{key}'", order_by=["attributes.start_time ASC"],
                                   max_results=1)
@@ -41,12 +44,14 @@ def open_parent(where: Destination, *, experiment: str, key: str, tags: Mapping[
             client.log_text(run_id, json.dumps(dict(settings), indent=1), "matrix.json")
         return run_id
 
+    return asked(where, opened)
+
 
 def adopt(where: Destination, parent: str, run: RunDir) -> None:
     """Make the MLflow run of `run`, which exists, a child of `parent`. Again changes nothing. Raises TrackingFailed,
     FileNotFoundError for a run that was never tracked."""
-    with asked(where) as client:
-        client.set_tag(read_json(run.mlflow_run)["run_id"], TAG_PARENT, parent)
+    run_id = read_json(run.mlflow_run)["run_id"]
+    asked(where, lambda client: client.set_tag(run_id, TAG_PARENT, parent))
 
 
 def close_parent(where: Destination, parent: str, status: Status, summary: Mapping[str, float] | None = None) -> None:
@@ -54,23 +59,26 @@ def close_parent(where: Destination, parent: str, status: Status, summary: Mappi
     the same numbers is no second point. Raises TrackingFailed."""
     from mlflow.entities import Metric
 
-    with asked(where) as client:
+    def closed(client: MlflowClient) -> None:
         begun = int(client.get_run(parent).info.start_time)
         points = [Metric(name, float(value), begun, 0) for name, value in (summary or {}).items()]
         if points:
             client.log_batch(parent, metrics=points)
         client.set_terminated(parent, status=status)
 
+    asked(where, closed)
+
 
 def log_page(where: Destination, run_id: str, text: str, name: str) -> None:
     """Put a page or another text, `name` as in `report/night.html`, to the artifacts of an MLflow run; the same name
     again is overwritten. Raises TrackingFailed."""
-    with asked(where) as client:
-        client.log_text(run_id, text, name)
+    asked(where, lambda client: client.log_text(run_id, text, name))
 
 
 def tag_run(where: Destination, run_id: str, tags: Mapping[str, str]) -> None:
     """Set tags of an MLflow run that is there. Raises TrackingFailed."""
-    with asked(where) as client:
+    def tagged(client: MlflowClient) -> None:
         for name, value in tags.items():
             client.set_tag(run_id, name, value)
+
+    asked(where, tagged)

@@ -89,7 +89,8 @@ def register_version(run: RunDir, where: Destination, exported: Mapping[str, Any
     if set(name) & set("/:'") or not name.strip():
         raise ConfigError(f"model name {name!r}: MLflow takes names without / : and '; give another")
     facts = _facts(run, exported) | dict(tags or {})
-    with asked(where) as client:
+
+    def registered(client: MlflowClient) -> ModelVersion:
         model_id = _logged_model(client, run, stored, exported, name, facts)
         _make_model(client, name)
         found = _same(client, name, facts) or client.create_model_version(
@@ -98,21 +99,25 @@ def register_version(run: RunDir, where: Destination, exported: Mapping[str, Any
         _link_version(client, model_id, name, int(found.version))
         return _version(client.get_model_version(name, str(found.version)))
 
+    return asked(where, registered)
+
 
 def champion(where: Destination, name: str, alias: str = CHAMPION) -> ModelVersion | None:
     """The version of the model `name` that has the alias; None where there is no such model, or none has it.
 
     Raises TrackingFailed.
     """
-    with asked(where) as client:
+    def found(client: MlflowClient) -> ModelVersion | None:
         version = _aliases(client, name).get(alias)
         return None if version is None else _version(client.get_model_version(name, str(version)))
+
+    return asked(where, found)
 
 
 def versions(where: Destination, name: str) -> tuple[ModelVersion, ...]:
     """All versions of the model `name` that Headway registered, the newest first. Raises TrackingFailed."""
-    with asked(where) as client:
-        found = [_version(one) for one in client.search_model_versions(f"name = '{name}'") if TAG + "step" in one.tags]
+    found = asked(where, lambda client: [_version(one) for one in client.search_model_versions(f"name = '{name}'")
+                                         if TAG + "step" in one.tags])
     return tuple(sorted(found, key=lambda one: one.version, reverse=True))
 
 
@@ -120,16 +125,17 @@ def promote(where: Destination, version: ModelVersion, *, why: str, alias: str =
     """Give `version` the alias, which the one before loses, and note why. Again changes nothing. Raises TrackingFailed.
     """
     judge(where, version, "promoted", why=why)
-    with asked(where) as client:
-        client.set_registered_model_alias(version.name, alias, str(version.version))
+    asked(where, lambda client: client.set_registered_model_alias(version.name, alias, str(version.version)))
 
 
 def judge(where: Destination, version: ModelVersion, verdict: Verdict, *, why: str) -> None:
     """Note what a night decided on its version, and why: tags `headway.verdict`, `headway.why`. Raises TrackingFailed.
     """
-    with asked(where) as client:
+    def noted(client: MlflowClient) -> None:
         for key, value in (("verdict", verdict), ("why", why)):
             client.set_model_version_tag(version.name, str(version.version), TAG + key, value)
+
+    asked(where, noted)
 
 
 # -- what a version says

@@ -58,6 +58,7 @@ class Tracker:
         self._cond = threading.Condition()
         self._asked = self._answered = 0
         self._closing: Status | None = None
+        self._why: str | None = None
         self._urgent = False
         self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
 
@@ -119,11 +120,12 @@ class Tracker:
         with waiting(f"MLflow at {self.where}", "all points to arrive", deadline_s), self._cond:
             return self._cond.wait_for(lambda: self._answered >= mine, timeout=deadline_s)
 
-    def finish(self, status: Status, deadline_s: float, artifacts: Sequence[Path] = ()) -> bool:
-        """Flush, copy the figures, set the final status and end the thread. False at the deadline: MLflow then still
-        says RUNNING, and the next start of the run replays what is missing."""
+    def finish(self, status: Status, deadline_s: float, artifacts: Sequence[Path] = (), why: str | None = None) -> bool:
+        """Flush, copy the figures, set the final status and end the thread. `why`: the cause of a failure, which
+        becomes a tag. False at the deadline: MLflow then still says RUNNING, and the next start of the run replays what
+        is missing."""
         with self._cond:
-            self._closing = status
+            self._closing, self._why = status, why
             self._files.extend((path, "figures") for path in artifacts)
         self._ask(urgent=True)
         if self._thread.ident is None:
@@ -185,4 +187,4 @@ class Tracker:
             self._mirror.log_page(*self._pages[0])
             self._pages.popleft()
         if closing is not None:
-            self._mirror.close(closing)
+            self._mirror.close(closing, self._why)

@@ -60,6 +60,18 @@ def in_step(at: Run) -> bool:
     return bool(claimed) and len(claimed) > len(recorded)
 
 
+def idle(at: Run) -> bool:
+    """The flow has said that it waits for the claim of step k, and step k has none: so it waits still, and every step
+    that was claimed is recorded."""
+    try:
+        waits = json.loads(at.run.status.read_text())["waits"]
+    except (OSError, ValueError, KeyError):
+        return False
+    claimed = claimed_steps(at.run)
+    awaited = f"a full claim of step {len(claimed)}"
+    return any(wait["what"] == awaited for wait in waits) and len(recorded_steps(at.run)) == len(claimed)
+
+
 def in_publish(at: Run) -> bool:
     """Bytes of a version lie aside, or have their name and no manifest yet."""
     if any(at.run.weights_root.glob(".v-*.tmp")):
@@ -84,8 +96,8 @@ def in_tracking(at: Run) -> bool:
 
 
 MOMENTS: dict[str, Callable[[Run], bool]] = {
-    "start": starting, "step": in_step, "swap": in_swap, "publish": in_publish, "checkpoint": in_checkpoint,
-    "tracking": in_tracking}
+    "start": starting, "idle": idle, "step": in_step, "swap": in_swap, "publish": in_publish,
+    "checkpoint": in_checkpoint, "tracking": in_tracking}
 
 
 def pid_of_actor(home: Home, run: RunDir, role: str, rank: int = 0) -> int | None:

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 
 from rl_core.records import recorded_steps
 from rl_core.run_dir import newest_attempt
-from tests.chaos.stack import MOMENTS, Run, check_finished, kill_at, pid_of
+from tests.chaos.stack import MOMENTS, PATIENCE_S, Run, check_finished, kill_at, pid_of
 from tests.runs import Home
 
 VICTIMS = ("owner", "learner", "rollout", "validation", "prefect")
@@ -31,20 +32,32 @@ import time
 def score(answer, ground_truth):
     if not os.path.exists({over!r}):
         time.sleep(0.02)
+    while os.path.exists({hold!r}):
+        time.sleep(0.02)
     return float(answer == ground_truth)
 """
-"""Slow until the kills are over, so that the steps last."""
+"""Slow until the kills are over, so that the steps last; scores nothing while it is held, so that the learner has
+nothing to train on."""
 APART = 3
 """Steps recorded between two kills, so that each meets a run that goes on."""
 SETTINGS = (
     "reward=./reward.py:score", "groups_per_step=4", "group_size=4", "validation.every=4",
-    "validation.slots=16", "checkpoint.every=5", "data.size=4096", "data.validation_size=64", "model.warmup_steps=0",
+    "validation.slots=16", "checkpoint.every=5", "data.size=4096", "model.warmup_steps=0",
     "learner.loss.entropy_coef=0.05", "learner.decay=constant",
-    "failure.worker_restarts=100", "failure.learner_restarts=100", "failure.max_leases=50")
-"""A model without warm-up, which no reward moves: its entropy does."""
+    "failure.worker_restarts=100", "failure.learner_restarts=100", "failure.max_leases=50",
+    f"deadlines.reward_s={4 * PATIENCE_S}")
+"""A model without warm-up, which no reward moves: its entropy does. A reward may be held for as long as a moment
+is waited for."""
 RUNS = 6
+IDLE = "idle"
+"""The moment that is forced, by holding the reward, and the run whose kills are all of them in it."""
+HELD_OUT = 16
+"""Prompts of a validation in that run: few, so that no two validations are under way when the reward is held, and the
+flow waits for nothing but its claim."""
 Cell = tuple[str, str]
 """(victim, moment)."""
+CELLS = tuple((victim, moment) for victim in VICTIMS for moment in MOMENTS)
+TWICE = 2
 
 EXPECTED = {
     "owner": "services and actors live on; the same command adopts them and goes on with the claimed step",
@@ -75,10 +88,11 @@ class Table:
 
 
 def plans() -> list[list[Cell]]:
-    """Every cell twice, over RUNS runs. Behind each kill of an owner the next start is killed into; the last kills of a
-    run are such a pair that leaves Prefect alive, to be told how the run ended."""
+    """Every cell twice: over RUNS runs, and those of idle in one behind them. Behind each kill of an owner the next
+    start is killed into; the last kills of a run are such a pair that leaves Prefect alive, to be told how the run
+    ended. In the run of idle the owner is killed behind Prefect, which is back with the next start."""
     rng = random.Random(4)
-    cells = [(victim, moment) for victim in VICTIMS for moment in MOMENTS] * 2
+    cells = [cell for cell in CELLS if cell[1] != IDLE] * TWICE
     owners = [cell for cell in cells if cell[0] == "owner" and cell[1] != "start"]
     starts = [cell for cell in cells if cell[1] == "start"]
     others = [cell for cell in cells if cell[0] != "owner" and cell[1] != "start"]
@@ -90,7 +104,7 @@ def plans() -> list[list[Cell]]:
     for i in range(RUNS):
         *first, last = pairs[i::RUNS]
         made.append([*(cell for pair in first for cell in pair), *others[i::RUNS], *last])
-    return made
+    return [*made, [(victim, IDLE) for victim in (*VICTIMS[1:], "owner")] * TWICE]
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +124,11 @@ class Chaos:
     steps: int
     work: Path
     table: Table
+    settings: tuple[str, ...]
 
     def start(self) -> None:
         attempt = newest_attempt(self.home.run(self.key))
-        self.command = self.home.train(self.key, *SETTINGS, f"total_steps={self.steps}", cwd=self.work)
+        self.command = self.home.train(self.key, *self.settings, f"total_steps={self.steps}", cwd=self.work)
         self.at = Run(self.home, self.command.run, attempt)
 
     def kill(self, victim: str, moment: str) -> None:
@@ -122,8 +137,10 @@ class Chaos:
         if moment != "start":
             command.wait_for_step(len(recorded_steps(run)) + APART)
         before = pid_of(self.home, command, victim)
-        hit = kill_at(self.at, command, victim, moment)
+        with self.held() if moment == IDLE else nullcontext():
+            hit = kill_at(self.at, command, victim, moment)
         assert hit is not None, f"ended before {victim} could be killed in {moment}: {command.process.communicate()}"
+        assert hit or moment != IDLE, f"{victim} was killed, and the learner did not wait for a claim"
         self.table.killed[victim, moment] += 1
         self.table.hit[victim, moment] += hit
         print(f"{self.key}: {victim} in {moment}, {'hit' if hit else 'not at it'}, step {len(recorded_steps(run))}",
@@ -135,6 +152,16 @@ class Chaos:
         assert victim == "owner" or moment == "start", (victim, moment, command.out, command.err)
         assert code == (-9 if victim == "owner" else 1), (victim, moment, code, command.out, command.err)
         self.start()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No answer is scored, so that nothing lands: once it has trained what waits, the learner is idle."""
+        hold = self.work / "hold"
+        hold.touch()
+        try:
+            yield
+        finally:
+            hold.unlink()
 
     def goes_on(self, victim: str, before: int | None) -> bool:
         """Whether the run records further steps, and the victim has a successor; False if the command ends."""
@@ -150,12 +177,25 @@ class Chaos:
         return False
 
 
+def test_every_victim_is_killed_twice_at_every_moment_and_prefect_is_there_at_each_end() -> None:
+    made = plans()
+    assert Counter(cell for plan in made for cell in plan) == Counter(CELLS * TWICE)
+    assert len(CELLS) * TWICE == 70 and len(made) == RUNS + 1
+    for plan in made:
+        for before, (victim, moment) in zip([("", ""), *plan], plan, strict=False):
+            assert moment != "start" or before[0] == "owner", f"nobody starts before {victim} is killed in it"
+        ends = [victim for victim, _ in plan]
+        assert "prefect" not in ends[len(ends) - 1 - ends[::-1].index("owner"):], "told nobody how it ended"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", plans(), ids=range(RUNS))
+@pytest.mark.parametrize("plan", plans(), ids=[*range(RUNS), IDLE])
 def test_wherever_a_process_is_killed_the_same_command_finishes_the_run(
         home: Home, table: Table, plan: list[Cell], request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(REWARD.format(over=str(tmp_path / "over")))
-    chaos = Chaos(home, f"chaos-{request.node.callspec.id}", PER_KILL * len(plan) + LAST, tmp_path, table)
+    (tmp_path / "reward.py").write_text(REWARD.format(over=str(tmp_path / "over"), hold=str(tmp_path / "hold")))
+    name = request.node.callspec.id
+    settings = (*SETTINGS, f"data.validation_size={HELD_OUT if name == IDLE else 64}")
+    chaos = Chaos(home, f"chaos-{name}", PER_KILL * len(plan) + LAST, tmp_path, table, settings)
     chaos.start()
     try:
         for victim, moment in plan:
@@ -171,8 +211,7 @@ def test_wherever_a_process_is_killed_the_same_command_finishes_the_run(
 
 @pytest.mark.slow
 def test_every_cell_was_hit(table: Table) -> None:
-    """After the runs: sixty kills, every victim at every moment."""
-    assert table.killed.total() >= 60
-    never = [cell for cell in table.killed if table.hit[cell] == 0]
-    assert not never, f"never at its moment: {never}"
-    assert {victim for victim, _ in table.killed} == set(VICTIMS)
+    """After the runs: sixty kills at their moment, every victim twice at every moment."""
+    assert table.hit.total() >= 60
+    missed = {cell: table.hit[cell] for cell in CELLS if table.hit[cell] < TWICE}
+    assert not missed, f"at their moment too seldom: {missed}"

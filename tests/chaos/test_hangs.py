@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 """About ten starts. `make chaos` runs it."""
 
 KEY, STEPS = "hangs", 400
+PARTS_LOG = r"^ *(the end of (learner|rollout|validation)-\d\.log:|(learner|rollout|validation)-\d\.log is empty)$"
 MARGIN_S = 15.0
 """Beside a deadline: the parts that end, MLflow's last words (5 s), the end of the process."""
 REWARD = """
@@ -176,11 +177,17 @@ def cause(command: Command) -> str:
 
 
 def check_failed(home: Home, command: Command, says: str, starts: int) -> None:
-    """Console, exit code, `headway status`, Prefect and MLflow say the same, and nothing is left."""
+    """Console, exit code, Prefect and MLflow say the same, the log of a dead part included, and nothing is left."""
     assert re.search(f"^failed: {says}", command.out, re.MULTILINE), (says, command.out)
     assert (command.process.returncode, command.err, command.json["status"]) == (1, "", "failed")
     key = command.run.root.name
     assert home.states(key) == (["FAILED"] * starts, ["FAILED"])
+    prefect, mlflow = home.causes(key)
+    assert cause(command) in prefect and mlflow.startswith(cause(command)), (cause(command), prefect, mlflow)
+    if "(pid " in cause(command):  # below it stands what the part wrote last
+        failure = command.run.logs / f"failure-{newest_attempt(command.run):06d}.txt"
+        for told in (command.out, prefect, mlflow, failure.read_text()):
+            assert re.search(PARTS_LOG, told, re.MULTILINE), told
     assert wait_until_gone(home, 10) == {}
 
 

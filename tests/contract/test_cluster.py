@@ -85,11 +85,17 @@ def test_a_call_costs_little(counter: Handle) -> None:
 
 
 def test_an_actor_works_where_its_owner_works(connected: services.Services, tmp_path: Path) -> None:
-    handle = cluster.start_or_adopt(replace(spec(rank=1), threads=3, log=tmp_path / "logs" / "rollout-1.log"))
+    log = tmp_path / "logs" / "rollout-1.log"
+    handle = cluster.start_or_adopt(replace(spec(rank=1), threads=3, log=log))
     try:
         assert handle.call("surroundings", deadline_s=10) == (os.getcwd(), "3", "my_rewards")
-        assert (tmp_path / "logs" / "rollout-1.log").read_text() == "counter from 0\n"
+        assert log.read_text() == "counter from 0\n"
         assert os.getsid(handle.identity.pid) == connected.pids["ray"].pid
+        with pytest.raises(DeadlinePassed) as silent:
+            handle.call("sleep", 2.0, deadline_s=0.6)
+        with pytest.raises(WorkerDead) as death:
+            handle.call("die", deadline_s=10)
+        assert silent.value.log == death.value.log == log
     finally:
         handle.kill()
 

@@ -1,4 +1,4 @@
-"""Model versions and parent runs against a real MLflow on sqlite."""
+"""Model versions and parent runs against a real MLflow on sqlite; nights whose MLflow is away."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.metrics import names
+from rl_core.nightly.nights import Night, NightRun, put_night, run_keys
 from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, to_json
+from rl_core.run_identity import open_identity
 from rl_core.types import StepRecord
 from tasks.destination import Destination, destination
+from tasks.night_end import compare_night, failure_of
+from tasks.night_files import TAG_NIGHT, has_verdict, night_dir, night_tags
+from tasks.nights import adopt_runs, open_matrix
+from tasks.paths import run_dir
 from tasks.tracking import (
     TAG_PARENT,
     Tracker,
@@ -168,3 +175,54 @@ def test_a_page_of_a_night_is_an_artifact_of_its_run(tmp_path: Path, where: Dest
     client = MlflowClient(where.uri, where.uri)
     [page] = client.list_artifacts(run_id, "report")
     assert Path(client.download_artifacts(run_id, page.path, str(tmp_path))).read_text() == "<p>report</p>"
+
+
+# -- nights whose MLflow is away
+
+AWAY = "http://127.0.0.1:9"
+
+
+def begun(key: str, runs: int = 1) -> Night:
+    """A night of so many runs, on disk."""
+    night = Night(key=key, name=key.partition("-")[0], flow_run_id=key, scheduled_us=1, preset="tiny-cpu",
+                  runs=tuple(NightRun(run_key=each, overrides={}) for each in run_keys(key, runs)))
+    assert put_night(night_dir(key), night)
+    return night
+
+
+def test_without_mlflow_a_night_has_no_verdict_and_says_what_gets_it_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", AWAY)
+    night = begun("away-2026-11-30")
+    small_run(run_dir(night.key).root, night.key)
+    with pytest.raises(TrackingFailed, match=f"^MLflow at {AWAY} ") as told:
+        compare_night.fn(night)
+    assert not has_verdict(night)
+    said = str(failure_of(night, "comparison", told.value, night.key)).splitlines()[0]
+    assert f"night {night.key}: comparison, MLflow: TrackingFailed: MLflow at {AWAY}" in said
+    assert said.endswith(f"Retry, or `headway rerun {night.key}`, goes on from there")
+
+
+def test_without_mlflow_a_matrix_trains_and_its_runs_get_their_parent_when_it_is_back(
+        tmp_path: Path, where: Destination, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", AWAY)
+    night = begun("apart-2026-11-30", runs=2)
+    with disable_run_logger():  # outside of a flow run
+        open_matrix.fn(night, Config())
+    assert not night_dir(night.key).parent.exists()
+    assert [night_tags(run.run_key) for run in night.runs] == [{TAG_NIGHT: night.key}] * 2, "they can be trained"
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", where.uri)
+    children: set[str] = set()
+    for each in night.runs:
+        open_identity(run_dir(each.run_key), each.run_key, "tiny-cpu", Config())
+        children.add(tracked(run_dir(each.run_key), where, each.run_key, **night_tags(each.run_key)))
+    parent = adopt_runs(night)
+    client = MlflowClient(where.uri)
+    found = client.search_runs([client.get_run(parent).info.experiment_id], f"tags.`{TAG_PARENT}` = '{parent}'")
+    assert {child.info.run_id for child in found} == children
+    assert night_tags(night.runs[0].run_key) == {TAG_NIGHT: night.key, TAG_PARENT: parent}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,19 @@ from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord
 from tasks.destination import Destination, destination, flatten, redact, redact_in, resolved
-from tasks.tracking import TAG_CHANGED, TAG_RUN_KEY, TAG_RUN_UUID, TAG_TABLES, Tracker, make_database
+from tasks.tracking import (
+    TAG_CHANGED,
+    TAG_RUN_KEY,
+    TAG_RUN_UUID,
+    TAG_TABLES,
+    Status,
+    Tracker,
+    TrackingFailed,
+    make_database,
+    open_parent,
+)
 from tasks.tracking.inputs import tags_of
-from tasks.tracking.mirror import TAG_TRACED, TAG_UNTRACED
+from tasks.tracking.mirror import CAUSE_CHARACTERS, TAG_CAUSE, TAG_TRACED, TAG_UNTRACED
 from tasks.tracking.sampled import SHOWN
 from tests.looking import T0, run_of_sessions, small_run
 
@@ -53,7 +66,7 @@ def observed(value: float) -> dict[str, float]:
 
 def tracker(run: RunDir, home: Path, config: Config = CONFIG, uuid: str = "u-1", **kwargs: Any) -> Tracker:
     return Tracker(run, config, destination(config, home, {}), run_uuid=uuid, run_key="nightly",
-                   tags={"headway.commit": "abc", "headway.prefect_run": "p-1"}, **kwargs)
+                   tags={"headway.commit": "abc", "prefect.flow_run_id": "p-1"}, **kwargs)
 
 
 def points(home: Path) -> dict[tuple[str, int], int]:
@@ -318,6 +331,33 @@ def test_held_out_rows_that_cannot_be_read_leave_the_run_tracked(tmp_path: Path,
     assert "gone.jsonl" in str(why)
 
 
+def test_the_first_and_the_newest_alarm_are_tags_whatever_is_replayed(tmp_path: Path, home: Path) -> None:
+    run = RunDir(tmp_path / "run")
+
+    def tags_behind(*steps: tuple[int, float]) -> dict[str, str]:
+        for k, mismatch in steps:
+            metrics = dict.fromkeys(names("learner"), 0.0) | {
+                "train/mismatch_alarm": float(mismatch > 1e-3), "train/mismatch_current_abs": mismatch,
+                "train/mismatch_bound": 1e-3}
+            put_record(run, StepRecord(step=k, idx=k, attempt=1, claim_digest="c", weights_digest="w", metrics=metrics,
+                                       env={}, published=None, revision=0, seconds={}, ts_us=TS_US + k))
+        one = tracker(run, home, uuid="alarms")
+        one.start()
+        assert one.finish("FINISHED", DEADLINE_S)
+        sql = f"select key, value from tags where run_uuid = '{one.run_id}' and key like 'headway.alarm%'"
+        return {str(key): str(value) for key, value in query(home, sql)}
+
+    assert tags_behind((0, 1e-6)) == {}
+    first = {"headway.alarm": "step 1: mismatch 0.012 over 0.001"}
+    assert tags_behind((1, 0.012), (2, 0.0), (3, 0.02)) == first | {
+        "headway.alarm_newest": "step 3: mismatch 0.02 over 0.001"}
+    again = first | {"headway.alarm_newest": "step 4: mismatch 0.05 over 0.001"}
+    assert tags_behind((4, 0.05)) == tags_behind((5, 0.0)) == tags_behind() == again
+    counts = query(home, "select count(*) from metrics where key = 'train/learning_rate' and run_uuid = "
+                         "(select run_uuid from tags where key = 'headway.run_uuid' and value = 'alarms')")
+    assert counts == [(6,)]
+
+
 def test_tags_to_filter_by_are_the_runs_settings_and_what_its_caller_says(tmp_path: Path, home: Path) -> None:
     config = Config.model_validate({"isolated": True, "model": {"type": "local", "path": "/models/qwen"}, "learner": {
         "advantage": {"name": "rloo"}, "loss": {"name": "gspo"}}, "data": {"train": "/data/gsm8k.parquet"}})
@@ -328,7 +368,7 @@ def test_tags_to_filter_by_are_the_runs_settings_and_what_its_caller_says(tmp_pa
     assert one.finish("FINISHED", DEADLINE_S)
     tags = dict(query(home, f"select key, value from tags where run_uuid = '{one.run_id}'"))
     assert tags.items() >= {"headway.algorithm": "grpo, ppo_clip", "headway.data": "sort", "headway.model": "tiny",
-                            "headway.commit": "abc", "headway.prefect_run": "p-1"}.items()
+                            "headway.commit": "abc", "prefect.flow_run_id": "p-1"}.items()
 
 
 def test_what_is_tracked_is_grouped_so_that_two_runs_lie_over_each_other() -> None:
@@ -355,7 +395,7 @@ def test_params_are_written_once_and_a_changed_setting_becomes_a_tag(tmp_path: P
     assert params["checkpoint.every"] == "20" and params["learner.lr"] == "1e-06" and params["staleness.bound"] == "2"
     assert tags[TAG_CHANGED] == '{"checkpoint.every": "7"}'
     assert tags[TAG_RUN_UUID] == "u-1" and tags[TAG_RUN_KEY] == "nightly"
-    assert tags["headway.commit"] == "abc" and tags["headway.prefect_run"] == "p-1"
+    assert tags["headway.commit"] == "abc" and tags["prefect.flow_run_id"] == "p-1"
     assert query(home, f"select status from runs {where}") == [("FAILED",)]
     assert after.link is not None and after.link.endswith(f"/runs/{after.run_id}")
 
@@ -412,6 +452,94 @@ def test_trouble_never_stops_the_run_and_is_caught_up_with_when_it_is_over(tmp_p
     assert second.finish("FINISHED", DEADLINE_S)
     assert query(home, "select count(*) from metrics where key = 'train/policy_loss' "
                        f"and run_uuid = '{run_id}'") == [(5,)]
+
+
+CAUSE = "FailureBudgetSpent: the learner died 2 times\nthe end of learner-0.log:\n" + "out of memory\n" * 1000
+ENDS: list[tuple[Status, str | None, str | None]] = [
+    ("FAILED", CAUSE, CAUSE[:CAUSE_CHARACTERS]), ("FAILED", "OSError: no room", "OSError: no room"),
+    ("FINISHED", None, None), ("FINISHED", None, None)]
+"""How one start after the other ends, why, and what the tag is then."""
+
+
+def test_why_a_start_failed_is_a_tag_until_one_completes_the_run(tmp_path: Path, home: Path) -> None:
+    for status, why, tagged in ENDS:
+        one = tracker(RunDir(tmp_path / "run"), home, uuid="caused")
+        one.start()
+        assert one.finish(status, DEADLINE_S, why=why)
+        assert tag(home, one, TAG_CAUSE) == tagged, status
+        assert query(home, f"select status from runs where run_uuid = '{one.run_id}'") == [(status,)]
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """MLflow gives a locked database up after 0.2 s, where it would wait for 20."""
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    def shortened(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any,
+                  executemany: bool) -> tuple[str, Any]:
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 200"), parameters
+
+    event.listen(Engine, "before_cursor_execute", shortened, retval=True)
+    yield
+    event.remove(Engine, "before_cursor_execute", shortened)
+
+
+@contextmanager
+def locked(home: Path) -> Iterator[sqlite3.Connection]:
+    """Another writer holds the database until the end of the block, or its own rollback."""
+    writer = sqlite3.connect(home / "mlflow" / "mlflow.db", isolation_level=None, check_same_thread=False)
+    writer.execute("begin exclusive")
+    try:
+        yield writer
+    finally:
+        writer.rollback()
+        writer.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_database_that_another_writer_holds_is_tried_again_and_nothing_is_doubled(
+        tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once while the run is made there, once between its steps."""
+    run, told, done = RunDir(tmp_path / "run"), list[str](), 0
+    make_database(destination(CONFIG, home, {}).uri)
+    one = tracker(run, home, uuid="locked", report=told.append)
+    for _ in range(2):
+        with locked(home):
+            for k in range(done, done + 3):
+                commit(run, k, 1.0)
+            if done == 0:
+                one.start()
+            assert not one.flush(1.5)
+            assert one.trouble is not None and "database is locked" in one.trouble
+        assert one.flush(DEADLINE_S) and one.trouble is None
+        done += 3
+    assert one.finish("FINISHED", DEADLINE_S)
+    assert ["database is locked" in text for text in told] == [True, False] * 2 and "back and up to date" in told[-1]
+    mine = "(select run_uuid from tags where key = 'headway.run_uuid' and value = 'locked')"
+    assert query(home, f"select run_uuid, status from runs where run_uuid in {mine}") == [(one.run_id, "FINISHED")]
+    assert query(home, "select step, count(*) from metrics where key = 'train/policy_loss' and run_uuid in "
+                       f"{mine} group by step order by step") == [(k, 1) for k in range(done)]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_waits_for_a_few_calls_waits_for_another_writer_up_to_a_deadline(
+        tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = destination(CONFIG, home, {})
+    make_database(where.uri)
+    with locked(home) as writer:
+        release = threading.Timer(1.0, writer.rollback)
+        release.start()
+        begun = time.monotonic()
+        parent = open_parent(where, experiment="headway", key="patient", settings={"seed": 1})
+        assert time.monotonic() - begun > 0.8
+        release.join()
+    assert query(home, "select run_uuid from tags where key = 'headway.matrix' and value = 'patient'") == [(parent,)]
+    monkeypatch.setattr("tasks.tracking.client.LOCKED_S", 0.5)
+    told = f"MLflow at {re.escape(str(where))}: database is locked by another writer for 0.5 s now; end it, then"
+    with locked(home), pytest.raises(TrackingFailed, match=told):
+        open_parent(where, experiment="headway", key="patient")
 
 
 def test_a_new_database_stands_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,4 +62,4 @@ def kl(d: float, name: str) -> float:
 
 def kl_slope(d: float, name: str) -> float:
     """Its derivative by d; `+` has that of k2."""
-    return {"k1": 1.0, "abs": math.copysign(1.0, d), "k2": d, "k3": 1 - math.exp(-d), "k1+": d, "k3+": d}[name]
+    return {"k1": 1.0, "abs": math.copysign(1.0, d), "k2": d, "k3": 1 - math.exp(-d)}.get(name, d)

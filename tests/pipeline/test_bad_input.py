@@ -276,6 +276,7 @@ REFUSED: dict[str, Bad] = {
     "reward that hangs": reward("def score(a, b):\n    while True: pass\n", "no answer within 0.3 s",
                                 "mend the function", "deadlines.reward_s=0.3"),
     "reward that returns NaN": reward("def score(a, b): return float('nan')\n", "the result is nan", "must be finite"),
+    "reward that returns inf": reward("def score(a, b): return float('inf')\n", "the result is inf", "must be finite"),
     "reward that returns a string": reward("def score(a, b): return '1.0'\n", "the result is '1.0' of type str",
                                            "must be a number, or the result a dict"),
     "reward that returns a list": reward("def score(a, b): return [1.0]\n", r"the result is \[1.0\] of type list",
@@ -442,6 +443,7 @@ FAULTS = {
     "raises": ("reward_error", r"reward ./reward.py:score: raised OSError: no net \(reward.py:3\)"),
     "hangs": ("reward_timeout", r"reward ./reward.py:score: no answer within 0.4 s; its process was ended"),
     "returns NaN": ("reward_error", r"reward ./reward.py:score: the result is nan; it must be finite"),
+    "returns inf": ("reward_error", r"reward ./reward.py:score: the result is inf; it must be finite"),
     "returns a string": ("reward_error", r"reward ./reward.py:score: the result is 'good' of type str; it must be a"),
     "returns a list": ("reward_error", r"reward ./reward.py:score: the result is \[1.0\] of type list; it must be a"),
 }
@@ -449,7 +451,8 @@ REWARD = """
 def score(answer, truth, fault):
     if fault == "raises": raise OSError("no net")
     while fault == "hangs": pass
-    return {"returns NaN": float("nan"), "returns a string": "good", "returns a list": [1.0]}.get(fault, 0.5)
+    return {"returns NaN": float("nan"), "returns inf": float("inf"), "returns a string": "good",
+            "returns a list": [1.0]}.get(fault, 0.5)
 """
 
 

@@ -7,7 +7,7 @@ import signal
 from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from transformers import Qwen3ForSequenceClassification
 
 from rl_core.checkpoint import newest_whole
 from rl_core.records import read_record, recorded_steps
+from rl_core.roles.settings import TeacherConfig
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
 from tests.judging import Judge, says
 from tests.learning import same_again, write_model
@@ -31,12 +32,15 @@ RUNS: dict[str, tuple[str, ...]] = {
     "kl-in-the-reward": ("learner.kl={use: reward, coef: 0.05, estimator: k1, target: 0.01, horizon: 100}",
                          "learner.passes=2"),
     "distilled-by-reverse-kl": ("learner.teacher={use: advantage, path: ./teacher}",),
+    "distilled-by-the-loss": ("learner.teacher={use: loss, path: ./teacher, coef: 0.5, estimator: k1+}",
+                              "learner.minibatch_groups=2"),
     "distilled-by-forward-kl": ("learner.teacher={use: forward_topk, path: ./teacher, top_k: 4}",
                                 "learner.minibatch_groups=2"),
 }
 NUMBERS = {"kl-in-the-loss": ("train/kl_reference", "train/kl_beta", "train/reference_step"),
            "kl-in-the-reward": ("train/kl_reference", "train/kl_beta"),
-           "distilled-by-reverse-kl": ("train/distillation",), "distilled-by-forward-kl": ("train/distillation",)}
+           "distilled-by-reverse-kl": ("train/distillation",), "distilled-by-the-loss": ("train/distillation",),
+           "distilled-by-forward-kl": ("train/distillation",)}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +51,12 @@ def beside(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Path:
     exported = home.call("export", "teacher", "--out", str(place / "teacher"))
     assert exported.process.returncode == 0, exported.err
     return place
+
+
+def test_every_use_of_a_teacher_has_its_run() -> None:
+    words = " ".join(word for settings in RUNS.values() for word in settings)
+    uses = get_args(TeacherConfig.model_fields["use"].annotation)
+    assert [use for use in uses if use != "none" and f"teacher={{use: {use}," not in words] == []
 
 
 @pytest.mark.parametrize("key", RUNS)

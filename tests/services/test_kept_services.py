@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 READY_S = 45.0
 MEMORY_BYTES = 1.2e9
 CRASHED_S = 120.0
-LONG = 600
-"""Steps: enough that a server is restarted before they end."""
+LONG = 500
+"""Steps: enough that two servers are restarted before they end."""
 LASTING = {**SMALL, "checkpoint.every": 100, "checkpoint.keep": 2}
 
 
@@ -80,6 +80,13 @@ def test_services_are_ready_in_time_and_in_little_memory(bare_home: KeptHome) ->
 def test_a_set_up_that_is_whole_is_found_healthy(kept_home: KeptHome) -> None:
     report = kept_home.call("services", "doctor", "--json")
     assert (report.json["findings"], report.json["notes"], report.process.returncode) == ([], [], 0)
+
+
+def test_the_pages_are_named_by_ui(kept_home: KeptHome) -> None:
+    ui = kept_home.call("ui")
+    assert ui.process.returncode == 0, ui.said
+    assert all(word in ui.out for word in (f"MLflow   {kept_home.mlflow_page}", f"Prefect  {kept_home.prefect_page}",
+                                           str(kept_home.path / "secrets" / "prefect-auth"))), ui.out
 
 
 def test_what_is_wrong_with_a_set_up_is_named_with_what_to_do(kept_home: KeptHome) -> None:
@@ -201,22 +208,26 @@ def test_a_parameter_that_cannot_work_is_refused(kept_home: KeptHome) -> None:
 
 # -- what is killed
 
-def test_a_run_from_a_terminal_survives_that_the_server_is_killed(kept_home: KeptHome) -> None:
-    """It uses the kept server though its preset is isolated; the supervisor starts the server again at its port."""
-    before = kept_home.report()["services"]["prefect"]
-    sets = [f"{name}={json.dumps(value)}" for name, value in {**LASTING, "total_steps": LONG}.items()]
+def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: KeptHome) -> None:
+    """It uses the kept Prefect server though its preset is isolated, and is told to send its points to MLflow's server
+    instead of its database; the supervisor starts both again at their ports."""
+    sets = [f"{name}={json.dumps(value)}" for name, value in {
+        **LASTING, "total_steps": LONG, "tracking.uri": kept_home.mlflow_page}.items()]
     command = kept_home.train("terminal", *sets)
+    command.wait_for_tracking()
     command.wait_for_step(10)
-    os.kill(before["pid"], signal.SIGKILL)
-    wait_until(lambda: kept_home.report()["services"]["prefect"]["restarts"] == before["restarts"] + 1, 60, "noted")
-    wait_until(lambda: kept_home.report()["up"], 90, "Prefect is up again")
-    assert kept_home.report()["services"]["prefect"]["address"] == before["address"]
+    kept_home.kill("prefect", "mlflow")
     at = recorded_steps(command.run)[-1]
-    assert at < LONG - 20 and command.process.poll() is None, "the server was back before the run ended"
+    assert at < LONG - 20 and command.process.poll() is None, "the servers were back before the run ended"
     assert command.wait(300) == 0, (command.out[-2000:], command.err)
     attempt = json.loads(command.run.attempt(1).read_text())
     assert kept_home.flow_run(attempt["prefect_run_id"])["state_type"] == "COMPLETED"
     assert recorded_steps(command.run) == list(range(LONG))
+    noted = command.run.component_log("owner").read_text()
+    assert "training goes on, the records are replayed when it is back" in noted and "is back and up to date" in noted
+    status, points = kept_home.tracked(command.json["mlflow_run_id"])
+    assert status == "FINISHED" and set(points.values()) == {1}
+    assert [step for name, step in sorted(points) if name == "reward/mean"] == list(range(LONG))
 
 
 def test_a_run_survives_that_its_worker_is_killed(kept_home: KeptHome) -> None:
@@ -283,3 +294,19 @@ def test_down_by_force_stops_flow_runs_in_order_and_leaves_no_process(kept_home:
     with closing(sqlite3.connect(databases.file(kept_home.path, "prefect"))) as database:
         assert database.execute("select state_type from flow_run where id = ?", (flow_run,)).fetchall() == [
             ("CANCELLED",)]
+
+
+def test_with_the_servers_down_nothing_is_submitted_and_a_run_from_a_terminal_brings_its_own(kept_home: KeptHome
+                                                                                              ) -> None:
+    """What the run leaves is in the databases that the services have when they are up again."""
+    assert not kept_home.report()["up"]
+    sets = [f"{name}={json.dumps(value)}" for name, value in {**SMALL, "total_steps": 4}.items()]
+    command = kept_home.train("alone", *sets)
+    refused = kept_home.call("deploy")
+    assert (refused.process.returncode, refused.out) == (2, "") and "headway services up" in refused.err
+    assert command.wait() == 0, command.said
+    assert recorded_steps(command.run) == list(range(4))
+    assert kept_home.states("alone") == (["COMPLETED"], ["FINISHED"])
+    assert kept_home.up()["up"]
+    attempt = json.loads(command.run.attempt(1).read_text())
+    assert kept_home.flow_run(attempt["prefect_run_id"])["state_type"] == "COMPLETED"

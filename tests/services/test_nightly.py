@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +28,7 @@ import yaml
 from rl_core.nightly.nights import NightDir, Outcome, read_outcome
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import newest_attempt
-from tasks import kept, silent_runs
+from tasks import kept, servers, silent_runs
 from tests.failing import Spoiled, written
 from tests.kept import KeptHome, wait_until
 from tests.unit.test_notifying import SECRET, webhook
@@ -67,6 +68,27 @@ class Nights(KeptHome):
         """The version of a registered model with the alias, as MLflow's server shows it."""
         found = mlflow(self, f"registered-models/alias?name={name}&alias={alias}")
         return None if found is None else found["model_version"]
+
+    def active(self, deployment: str) -> int:
+        """How many places of a deployment are taken."""
+        return self.ask("GET", f"/deployments/name/{deployment}")["global_concurrency_limit"]["active_slots"]
+
+    def lease(self, flow_run: str) -> str:
+        """Id of the lease by which a flow run has its place."""
+        return self.flow_run(flow_run)["state"]["state_details"]["deployment_concurrency_lease_id"]
+
+    def renew(self, lease: str) -> int:
+        """As the flow run itself does it every few minutes, and is cancelled where it is refused: what the server
+        answers, 204 where it knows the lease."""
+        secret = b64encode(servers.prefect_auth(self.path).encode()).decode()
+        request = urllib.request.Request(
+            f"{self.prefect_page}/api/v2/concurrency_limits/leases/{lease}/renew", b'{"lease_duration": 300}',
+            {"Content-Type": "application/json", "Authorization": f"Basic {secret}"})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
 
     def artifacts(self, flow_run: str) -> dict[str, str]:
         found = self.ask("POST", "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run]}}})
@@ -349,12 +371,23 @@ def test_rerun_finishes_a_killed_night_in_its_mlflow_run_and_the_comparison_goes
     assert version is not None and tags_of(version)["headway.run_key"] == key
 
 
-def test_a_matrix_is_one_run_of_mlflow_with_children(home: Nights, deployed: float) -> None:
-    """The second run has no validation: the first one is the better one of those that are known."""
+def test_a_matrix_is_one_run_of_mlflow_with_children_and_keeps_its_place_when_the_server_is_killed(
+        home: Nights, deployed: float) -> None:
+    """The second run has no validation: the first one is the better one of those that are known. Prefect's server is
+    killed while the first one trains: the night goes on, and its place is still its own."""
     flow_run = home.submit("nightly/gates", name="many", overrides=TINY, register_version="never",
                            matrix=[{"learner.lr": 1e-5}, {"learner.lr": 1e-5, "data.validation": None}])
-    home.ended(flow_run)
+    wait_until(lambda: list((home.path / "nights").glob("many-*/night.json")) != [], 120, "the night has begun")
     key = home.key_of(flow_run)
+    wait_until(lambda: home.run(f"{key}.1").record(0).exists(), 180, "a step of its first run")
+    lease = home.lease(flow_run)
+    assert (home.path / "prefect" / "concurrency_leases" / f"{lease}.json").exists(), "places are files"
+    home.kill("prefect")
+    assert home.flow_run(flow_run)["state_type"] == "RUNNING", "the server was back before the night ended"
+    assert (home.active("nightly/gates"), home.lease(flow_run), home.renew(lease)) == (1, lease, 204)
+    assert home.ended(flow_run)["run_count"] == 1
+    wait_until(lambda: home.active("nightly/gates") == 0, 10, "the place is given back")
+    assert home.renew(lease) == 410
     found = home.outcome(key)
     assert [one.run_key for one in found.compared] == [f"{key}.1", f"{key}.2"] and found.run_key == f"{key}.1"
     assert [one.judgement.verdict for one in found.compared] == ["promote", "alarm"]
@@ -383,8 +416,7 @@ def test_a_night_that_died_before_it_began_is_crashed_and_gives_its_place_back(h
     left_s = silent_runs.BEGIN_S + 60 - (time.monotonic() - since)
     crashed = home.ended(flow_run, "CRASHED", deadline_s=max(1.0, left_s))
     assert "not begun" in crashed["state"]["message"]
-    limit = home.ask("GET", "/deployments/name/nightly/silent")["global_concurrency_limit"]
-    assert limit["active_slots"] == 0, limit
+    assert home.active("nightly/silent") == 0
 
 
 def test_a_schedule_of_every_two_minutes_fires_twice_and_the_second_is_compared_with_the_first(

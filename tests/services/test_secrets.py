@@ -20,6 +20,7 @@ import pytest
 
 from rl_core.run_dir import RunDir
 from tasks import keeper, kept, servers
+from tests.judging import Judge, says, sends
 from tests.kept import SMALL, KeptHome
 from tests.runs import processes_of
 
@@ -70,6 +71,14 @@ def hook() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    """A reward that wants a key; it is out of order at first, so that somebody has a reason to log what he asked."""
+    one = Judge([sends({"error": "busy"}, 503), says("Score: 5")])
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
 def words() -> dict[str, str]:
     """Each secret by where it is planted: letters and digits alone, which nobody escapes."""
     return {name: f"planted{secrets.token_hex(12)}" for name in (
@@ -82,7 +91,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, hook: str, words: dict[str, s
     path = tmp_path_factory.mktemp("planted")
     home = PlantedHome(path, prefect_port=servers.free_port(), mlflow_port=servers.free_port(), planted={
         "NIGHT_HOOK": f"{hook}/{words['a variable for the webhook']}",
-        "MY_API_KEY": words["a key of the environment"],
+        "HEADWAY_JUDGE_KEY": words["a key of the environment"],
         "LOST_DB": f"postgresql://me:{words['the password of a database']}@127.0.0.1:9/prefect"})
     home.up()
     deployed = home.call("deploy", "--json")
@@ -110,17 +119,20 @@ def test_a_planted_word_would_be_found(tmp_path: Path, words: dict[str, str]) ->
     assert found_in(tmp_path, words) == ["a Secret block: a.db", "a webhook block: b.log"]
 
 
-def test_no_secret_is_left_anywhere_by_nights_that_use_them(home: PlantedHome, hook: str,
+def test_no_secret_is_left_anywhere_by_nights_that_use_them(home: PlantedHome, hook: str, judge: Judge,
                                                             words: dict[str, str]) -> None:
-    """One night cannot begin and is told to the variable's webhook; one trains, and is told to a block's. Both
-    webhooks refuse, so that what went wrong is logged as well."""
+    """One night cannot begin and is told to the variable's webhook; another one to a block that is none, as by
+    somebody who mistook its name; one trains by the word of a judge that has its key, and is told to a block's webhook.
+    Both webhooks refuse, so that what went wrong is logged as well."""
     block = f"{hook}/{words['a webhook block']}"
     made = home.shell(f"python -c '{MAKE_BLOCKS}' {block} {words['a Secret block']}")
     assert made.returncode == 0, (made.stdout, made.stderr)
-    failed = home.submit("nightly/nightly", preset="there-is-none", notify="env:NIGHT_HOOK", name="bad")
-    home.wait_for_state(failed, "FAILED")  # one night at a time
+    for address in ("env:NIGHT_HOOK", "block:secret/api-key"):
+        failed = home.submit("nightly/nightly", preset="there-is-none", notify=address, name="bad")
+        home.wait_for_state(failed, "FAILED")  # one night at a time
     settings = {name: value for name, value in SMALL.items() if name != "data.validation"} | {
-        "total_steps": 6, "data.validation_size": 16, "prometheus.port": 0}
+        "total_steps": 6, "data.validation_size": 16, "prometheus.port": 0, "reward": "judge",
+        "scoring.judge.url": judge.url, "scoring.judge.key": "env:HEADWAY_JUDGE_KEY", "scoring.judge.right": 0.5}
     trained = home.submit("nightly/nightly", preset="tiny-cpu", notify="block:webhook/morning", name="good",
                           overrides=settings)
     home.wait_for_state(trained, "COMPLETED", deadline_s=480)
@@ -131,6 +143,9 @@ def test_no_secret_is_left_anywhere_by_nights_that_use_them(home: PlantedHome, h
 
     assert sorted(path.strip("/") for path in set(Hook.asked)) == sorted(
         [words["a variable for the webhook"], words["a webhook block"]]), "both were used"
+    assert {asked["Authorization"] for asked in judge.headers} == {f"Bearer {words['a key of the environment']}"}
+    warned = [line["message"] for line in home.ask("POST", "/logs/filter", {"logs": {"level": {"ge_": 30}}})]
+    assert any("block:secret/api-key: AttributeError" in line for line in warned), "it was read, and is no webhook"
     [run] = [RunDir(path) for path in (home.path / "runs").iterdir() if path.name.startswith("good")]
     logged = [json.loads(line) for line in run.component_log("owner").read_text().splitlines()]
     assert logged[-1]["message"] == "state: completed" and {"learner-0.jsonl", "rollout-0.jsonl"} <= {

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.config import Config
 from rl_core.learner import batch as stages
 from rl_core.learner.advantages.resampling import resampled, resampling_weights
+from rl_core.learner.invariants import AlarmBounds
 from rl_core.learner.optimizer import make_optimizer
 from rl_core.learner.plan import StepPlan, StepResult
 from rl_core.learner.policy import Policy, load_policy
@@ -112,7 +113,7 @@ def step(model: Policy, groups: list[TrajectoryGroup], learner: dict[str, Any], 
 
 
 def metrics(result: StepResult) -> dict[str, float]:
-    return update_metrics(result, 1e-3, 1.0)
+    return update_metrics(result, 1e-3, AlarmBounds(mismatch=1.0, drift=1e-6))
 
 
 def never_nan(result: StepResult) -> bool:
@@ -152,6 +153,8 @@ WHOLE: dict[str, dict[str, Any]] = {
         "loss": {"aggregation": "seq_mean_token_mean"}},
     "resampled answers": {"resampling": "pow", "resampling_power": 1.0, "loss": {"aggregation": "seq_mean_token_mean"},
                           "minibatch_groups": 2},
+    "the best and the worst answers": {"resampling": "max_min", "minibatch_groups": 2},
+    "the best answers more often": {"resampling": "max_random", "passes": 2, "loss": {"name": "gspo"}},
     "rewards to go": {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}},
     "token baselines under weights": {"advantage": {"name": "optimal_token_baseline"},
                                       "correction": {"weights": "token_truncate"}},
@@ -287,6 +290,49 @@ def test_an_answer_that_is_drawn_twice_counts_twice_also_in_the_denominators(mod
     total = sum(n * -1.5 * policy[i].sum() for i, n in enumerate(copies))
     assert drawn.losses[0] == pytest.approx(total / sum(n * len(answers[i].token_ids_L) for i, n in enumerate(copies)),
                                             rel=1e-4)
+
+
+def told(stock: Any, groups: list[TrajectoryGroup]) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob and entropy of every token by the stock model, under gradient, and the length of its answer."""
+    found = []
+    for group in groups:
+        prompt = group.lease.prompt.token_ids_P.tolist()
+        for t in group.trajectories:
+            answer = t.token_ids_L.tolist()
+            logits = stock(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, len(prompt) - 1:-1]
+            log_LV = (logits.float() / group.lease.sampling.temperature).log_softmax(-1)
+            found.append((log_LV[torch.arange(len(answer)), torch.tensor(answer)], -(log_LV.exp() * log_LV).sum(-1),
+                          torch.full((len(answer),), float(len(answer)))))
+    logprob, entropy, length = (torch.cat(column) for column in zip(*found, strict=True))
+    return logprob, entropy, length
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_the_entropy_bonus_is_its_coefficient_times_the_aggregated_entropy(model, directory, groups, aggregation):
+    """Where no answer is better than another nothing else has a gradient."""
+    result, _ = step(model, groups, {"loss": {"entropy_coef": 0.3, "aggregation": aggregation}},
+                     change=lambda batch: batch["trajectory", "reward"].zero_())
+    stock = AutoModelForCausalLM.from_pretrained(directory)
+    _, entropy, length = told(stock, groups)
+    bonus = entropy.mean() if aggregation == "token_mean" else (entropy / length).sum() / 16
+    (0.3 * bonus).backward()
+    assert result.losses == (0.0,), "the recorded loss is that of the policy alone"
+    assert result.gradient_norms[0] == pytest.approx(math.hypot(*(float(p.grad.norm()) for p in stock.parameters())),
+                                                     rel=1e-4)
+    assert metrics(result)["train/entropy"] == pytest.approx(float(entropy.detach().mean()), rel=1e-5)
+
+
+def test_a_step_of_uncertain_tokens_with_a_penalty_is_that_of_plain_numbers(model, stock, groups):
+    learner = {"loss": {"name": "gpg", "top_entropy_quantile": 0.3, "behavior_penalty": 0.5},
+               "advantage": {"name": "grpo", "normalize_by_std": False}}
+    result, _ = step(model, groups, learner)
+    policy, entropy, length = (column.detach().double().numpy() for column in told(stock, groups))
+    behavior = np.concatenate([t.behavior_logprobs_L for group in groups for t in group.trajectories])
+    advantage = np.repeat([0.625, -0.375, 0.125, -0.375] * 4,
+                          [len(t.token_ids_L) for group in groups for t in group.trajectories])
+    uncertain = np.argsort(-entropy)[:math.ceil(0.3 * len(entropy))]
+    expected = -(advantage * policy)[uncertain].sum() + 0.5 * ((policy - behavior) ** 2).sum()
+    assert result.losses[0] == pytest.approx(expected / len(length), rel=1e-4)
 
 
 PASSES = {  # what a step of two updates lets the model read beside them: the proximal pass, and one before an update

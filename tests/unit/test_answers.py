@@ -49,6 +49,7 @@ def test_the_fields_of_a_small_validation_by_hand() -> None:
                                                "3": (1 + 1 / 3) / 2}), "of the prompts with k scored answers"
     assert found["best_at_k"] == pytest.approx({k: value - 0.5 for k, value in found["pass_at_k"].items()})
     assert found["worst_at_k"] == pytest.approx({"1": 1 / 6, "2": (-1 / 6 - 1 / 2 + 1 / 2) / 3, "3": -0.5}), "rewards"
+    assert found["sampled_std"] == found["sampled_accuracy_std"] == pytest.approx(2 * math.sqrt(2) / 9)
     assert all(lo <= found["best_at_k"][k] <= hi for k, (lo, hi) in found["best_at_k_interval"].items())
     assert all(lo <= found["maj_at_k"][k] <= hi for k, (lo, hi) in found["maj_at_k_interval"].items())
     assert all(lo <= found["pass_at_k"][k] <= hi for k, (lo, hi) in found["pass_at_k_interval"].items())
@@ -59,6 +60,7 @@ def test_numbers_that_nothing_is_known_of_are_none() -> None:
     assert (failed["mean_at_n"], failed["mean_at_n_interval"], failed["maj_at_n"]) == (None, None, None)
     assert failed["maj_at_k"] == failed["maj_at_k_interval"] == {"1": None, "2": None}
     assert failed["pass_at_k"] == {"1": None, "2": None} and failed["sampled_failed"] == 2
+    assert failed["sampled_std"] is None and failed["sampled_accuracy_std"] is None
     unextracted = fields_of([answer(0, 1.0, "greedy"), answer(0, 1.0), answer(0, 0.0)], (1,))
     assert unextracted["maj_at_n"] is None and unextracted["mean_at_n"] == 0.5
     assert unextracted["maj_at_k"] == {"1": None}
@@ -83,6 +85,13 @@ def test_each_data_source_says_in_its_own_way_what_is_right() -> None:
     assert (found["greedy_accuracy"], found["greedy_interval"], found["sampled_accuracy"]) == (None, None, None)
     assert (found["mean_at_n"], found["pass_at_k"], found["maj_at_n"]) == (None, {"1": None}, None)
     assert found["greedy_reward"] == pytest.approx(0.725), "rewards are known of all"
+    several = [of_source(source, "sampled", prompt, reward) for source, prompt, rewards in (
+        ("a", 0, (0.0, 1.0)), ("b", 1, (0.1, 0.5)), ("b", 2, (3.0, 3.0))) for reward in rewards]
+    greedy = [of_source("a", "greedy", 0, 1.0), of_source("b", "greedy", 1, 0.1), of_source("b", "greedy", 2, 0.1)]
+    found = fields_of([*greedy, *several], (1,))
+    assert found["sampled_std"] == pytest.approx((0.5 + 0.2 + 0.0) / 3) and found["sampled_accuracy_std"] is None
+    assert fields_of([greedy[0], *several[:2]], (1,))["sampled_accuracy_std"] == 0.5, "of one source it is known"
+    assert fields_of([*greedy[1:], *several[2:]], (1,))["sampled_std"] == pytest.approx(0.1)
 
 
 def test_a_shaped_reward_is_no_accuracy_of_greedy_answers_that_all_got_0() -> None:

@@ -113,6 +113,21 @@ def test_the_highest_try_says_where_an_unfinished_position_stands(run: RunDir) -
     assert counts(audit(run).positions) == {"failed": 1}
 
 
+def test_failed_tries_are_counted_by_reason_also_where_their_group_landed(run: RunDir) -> None:
+    metas = [{"failures": 3, "last_failure": "reward_error", "failed": {"reward_error": 2, "engine_error": 1}},
+             {"failures": 2, "last_failure": "reward_timeout"},  # of before reasons were counted
+             {"failed": "no table"}, {}]
+    ShardWriter(run, "w", 1, {}, False).land([replace(make_group(i), meta=meta) for i, meta in enumerate(metas)])
+    put_outcome(run, replace(outcome(4, "failed"), reason="reward_error"))
+    put_outcome(run, replace(outcome(4, "given_up", 1), reason="reward_error"))
+    put_outcome(run, replace(outcome(5, "poison"), reason="prompt_refused"))
+    put_outcome(run, replace(outcome(6, "filtered"), reason="too_easy"))
+    report = audit(run)
+    assert report.holds and report.as_json()["failed"] == {"engine_error": 1, "reward_error": 2, "reward_timeout": 2}
+    assert report.as_json()["failed_groups"] == {"prompt_refused": 1, "reward_error": 2}
+    assert report.filtered == {"too_easy": 1}
+
+
 N_PROMPTS = 12
 
 

@@ -47,6 +47,9 @@ REFUSED = {
     "a KL in the reward of parts": (["learner.advantage.name=gdpo", "learner.kl.use=reward"], "learner.kl.use: gdpo"),
     "a KL in a reward of at least 0": (["learner.advantage.name=maxrl", "learner.kl.use=reward"], "kl.use: maxrl"),
     "k1 in the loss": (["learner.kl={use: loss, estimator: k1}"], "learner.kl.estimator: k1 has no expected gradient"),
+    "abs in the loss": (["learner.kl={use: loss, estimator: abs}"], "learner.kl.estimator: abs has a gradient of one"),
+    "abs+ in the reward": (["learner.kl={use: reward, estimator: abs+}"], "learner.kl.estimator: a reward has no grad"),
+    "a plus without an estimator": (["learner.kl={use: loss, estimator: +}"], "learner.kl.estimator: Input should be"),
     "k3+ in the reward": (["learner.kl={use: reward, estimator: k3+}"], "learner.kl.estimator: a reward has no grad"),
     "an unbiased reward": (["learner.kl={use: reward, unbiased: true}"], "learner.kl.unbiased: weights the KL of the"),
     "a controller of the loss": (["learner.kl={use: loss, target: 0.1}"], "learner.kl.target: the controller is for"),
@@ -60,6 +63,8 @@ REFUSED = {
                                  "learner.correction.weights: with mode=bypass the ratio of ppo_clip is pi/mu already"),
     "weights beside its own": ([f"{LOSS}=topr", f"{CORRECTION}.weights=token_truncate"],
                                "learner.correction.weights: topr has its own token weights pi/mu"),
+    "weights beside tis_reinforce's": ([f"{LOSS}=tis_reinforce", f"{CORRECTION}.weights=geometric_truncate"],
+                                       "learner.correction.weights: tis_reinforce has its own token weights pi/mu"),
     "weights beside decoupled_ppo's": ([f"{LOSS}=decoupled_ppo", f"{CORRECTION}.weights=sequence_icepop"],
                                        "learner.correction.weights: decoupled_ppo has its own token weights prox/mu"),
     "no weights to normalise": ([f"{CORRECTION}.normalize=true"], "learner.correction.normalize: there are no weights"),
@@ -67,10 +72,19 @@ REFUSED = {
     "an empty band": ([f"{CORRECTION}.rejection=[{{rule: token_k1, high: 0.9}}]"], "learner.correction.rejection: not"),
     "a lower bound of k3": ([f"{CORRECTION}.rejection=[{{rule: seq_max_k3, high: 1, low: 0.5}}]"],
                             "learner.correction.rejection: seq_max_k3 is never negative"),
+    "a lower bound of k2": ([f"{CORRECTION}.rejection=[{{rule: token_k2, high: 1, low: 0.5}}]"],
+                            "learner.correction.rejection: token_k2 is never negative"),
     "an empty pop": ([f"{CORRECTION}={{weights: token_icepop, icepop_low: 5}}"], "learner.correction.icepop_low: not"),
     "an empty clip": ([f"{LOSS}=cispo", "learner.loss.ratio_low=2"], "learner.loss.ratio_low: not below"),
+    "an empty clip of weights": ([f"{LOSS}=tis_reinforce", "learner.loss.ratio_low=2"],
+                                 "learner.loss.ratio_low: not below ratio_high = 2"),
+    "no covariance between the bounds": ([f"{LOSS}=clip_cov", "learner.loss.cov_low=5"],
+                                         "learner.loss.cov_low: not below cov_high = 5"),
     "a token baseline without prox": (["learner.advantage.name=optimal_token_baseline", f"{CORRECTION}.mode=bypass"],
                                       "learner.advantage.name: needs the proximal policy's distribution"),
+    "a token baseline of a log-linear prox": (
+        ["learner.advantage.name=tir_optimal_token_baseline", f"{LOSS}=decoupled_ppo",
+         "learner.loss.proximal=loglinear"], "learner.advantage.name: needs the proximal policy's distribution"),
     "a penalty without a buffer": (["learner.loss.truncated=penalty"], "learner.loss.overlong_buffer: belongs to"),
     "a buffer without a penalty": (["learner.loss.overlong_buffer=4"], "learner.loss.overlong_buffer: belongs to"),
     "a buffer of all": (["learner.loss={truncated: penalty, overlong_buffer: 4}", "sampling.max_new_tokens=4"],
@@ -79,6 +93,7 @@ REFUSED = {
     "the second best of one": (["group_size=1", "learner.advantage={name: grpo_passk, group_of_one: raw}"],
                                "group_size: grpo_passk is how far"),
     "a required setting": ([f"{LOSS}=dro"], r"learner.loss.beta: Field required"),
+    "a mask without its bound": ([f"{LOSS}=opsm"], r"learner.loss.opsm_delta: Field required"),
     "another loss's setting": ([f"{LOSS}=gspo", "learner.loss.tau=0.1"],
                                "learner.loss.tau: belongs to another `learner.loss.name`"),
     "no such loss": ([f"{LOSS}=grpo"], "learner.loss.name: there are 'ppo_clip'"),
@@ -91,7 +106,22 @@ def test_what_makes_no_sense_together_is_refused_by_field(sets: list[str], messa
         settled(*sets)
 
 
+REQUIRED = {"opsm": ["learner.loss.opsm_delta=0.1"], "function": ["learner.loss.path=./mine.py:loss"]}
+
+
+@pytest.mark.parametrize("name", [name for name in variants(LossConfig) if name not in ("gpg", "dro")])
+def test_bypass_has_no_weights_beside_a_loss_that_has_the_ratio_or_weights_of_its_own(name: str) -> None:
+    why = {"tis_reinforce": "tis_reinforce has its own token weights", "topr": "topr has its own token weights",
+           "decoupled_ppo": "decoupled_ppo is the loss of three policies"}
+    field = "mode" if name == "decoupled_ppo" else "weights"
+    with pytest.raises(ConfigError, match=rf"^learner\.correction\.{field}: "
+                                          + why.get(name, f"with mode=bypass the ratio of {name} is pi/mu already")):
+        settled(f"{LOSS}={name}", *REQUIRED.get(name, []), f"{CORRECTION}={{mode: bypass, weights: token_truncate}}")
+
+
 ALLOWED = {
+    "weights of dro in bypass": [f"{LOSS}=dro", "learner.loss.beta=1",
+                                 f"{CORRECTION}={{mode: bypass, weights: sequence_icepop}}"],
     "weights of log-prob losses in bypass": [f"{LOSS}=gpg", f"{CORRECTION}={{mode: bypass, weights: token_truncate}}"],
     "weights of any loss on pi/prox": [f"{LOSS}=gspo", f"{CORRECTION}.weights=sequence_truncate"],
     "rejection in bypass": [f"{CORRECTION}={{mode: bypass, rejection: [{{rule: seq_mean_k1, high: 1.01}}]}}"],
@@ -101,6 +131,9 @@ ALLOWED = {
     "a critic": ["learner.advantage.name=gae", "learner.critic.warmup_steps=2"],
     "a reference": ["learner.kl.use=loss", "learner.reference.refresh_every=5"],
     "a KL in the reward by its controller": ["learner.kl={use: reward, estimator: k1, target: 0.1}"],
+    "the value of abs with the gradient of k2": ["learner.kl={use: loss, estimator: abs+}"],
+    "k2 by its other name": ["learner.kl={use: loss, estimator: k2+}"],
+    "a teacher by abs+": ["learner.teacher={use: loss, path: t, estimator: abs+}"],
     "a teacher": ["learner.teacher={use: forward_topk, path: t}"],
 }
 

@@ -87,6 +87,12 @@ def test_a_run_that_trains_is_never_said_to_make_no_tokens(speed: float | None, 
     assert facts(view_of({**STATUS, "state": "replaying"})) == []
 
 
+def test_an_alarm_is_said_from_then_on_with_its_step() -> None:
+    view = view_of(trained(14, alarm="step 12: mismatch 0.012 over 0.005"))
+    assert facts(view)[-1] == "alarm at step 12: mismatch 0.012 over 0.005"
+    assert not any("alarm" in word for word in facts(view_of(trained(14))))
+
+
 def test_a_long_part_of_the_start_is_said_every_five_seconds() -> None:
     console, stream, clock = plain()
     for second in range(11):
@@ -169,6 +175,13 @@ def test_the_end_of_a_stopped_or_failed_run_is_at_most_five_lines() -> None:
     assert len(stopped) <= 5 and len(failed) <= 5
     assert "stopped by Ctrl-C after 42 of 180 steps; what has landed is kept" in stopped
     assert "failed: RewardError: score() returned nan" in failed
+
+
+def test_what_a_dead_part_wrote_last_stands_below_the_cause() -> None:
+    lines = failed_lines(run_key="k", cause="LearnerDead: gone\nthe end of learner-0.log:\nout of memory", logs="/r",
+                         resume="headway train")
+    assert lines[1:5] == ["failed: LearnerDead: gone", "    the end of learner-0.log:", "    out of memory",
+                          "  logs     /r"]
 
 
 TEXTS = {

@@ -19,6 +19,7 @@ from rl_core.estimates import (
     mean_maj_at_k,
     mean_maj_at_n,
     mean_pass_at_k,
+    mean_std_at_n,
     mean_worst_at_k,
     over_prompts,
     pass_at_k,
@@ -248,6 +249,13 @@ def test_best_of_k_is_pass_at_k_where_rewards_are_zero_and_one() -> None:
         values = [1.0] * right + [0.0] * (n - right)
         assert best_at_k(values, k) == pytest.approx(pass_at_k(n, right, k))
         assert worst_at_k(values, k) == pytest.approx(math.comb(right, k) / math.comb(n, k))
+
+
+def test_the_standard_deviation_is_of_the_values_of_one_prompt_averaged_over_prompts() -> None:
+    assert mean_std_at_n([[0.0, 1.0], [1.0, 1.0], [9.0]]) == 0.25, "one value is not apart from others"
+    assert mean_std_at_n([[1.0, 2.0, 6.0]]) == pytest.approx(math.sqrt((4 + 1 + 9) / 3))
+    assert mean_std_at_n([[5.0, 5.0], [-5.0, -5.0]]) == 0.0, "far apart from prompt to prompt only"
+    assert mean_std_at_n([[1.0], []]) is None and mean_std_at_n([]) is None
 
 
 def test_best_of_k_over_prompts_counts_those_with_k_values() -> None:

@@ -95,13 +95,22 @@ def test_several_rules_are_all_to_be_passed():
     assert keep_tokens(D_S, SEQUENCE_S, 6, ()).all()
 
 
-@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"])
 def test_kl_estimators_agree_with_the_reference_in_value_and_gradient(name):
     policy = torch.tensor(D, dtype=torch.float64, requires_grad=True)
     found = estimate(policy, torch.zeros(40, dtype=torch.float64), name)
     (gradient,) = torch.autograd.grad(found.sum(), policy)
     np.testing.assert_allclose(found.detach(), [golden.kl(d, name.rstrip("+")) for d in D], rtol=1e-9)
     np.testing.assert_allclose(gradient, [golden.kl_slope(d, name) for d in D], rtol=1e-9)
+
+
+def test_a_plus_behind_an_estimator_is_its_value_with_the_gradient_of_k2():
+    policy = torch.tensor([-1.0, -2.0], requires_grad=True)  # d = 0.5 and -0.25
+    found = {name: estimate(policy, torch.tensor([-1.5, -1.75]), name) for name in ("k1+", "abs+", "k2+", "k2")}
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "k1+": [0.5, -0.25], "abs+": [0.5, 0.25], "k2+": [0.125, 0.03125], "k2": [0.125, 0.03125]}
+    slopes = [torch.autograd.grad(value.sum(), policy)[0].tolist() for value in found.values()]
+    assert slopes == [[0.5, -0.25]] * 4
 
 
 def test_kl_estimators_are_bounded_where_the_policies_are_far_apart():

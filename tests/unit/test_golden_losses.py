@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.config import LearnerConfig
 from rl_core.learner.losses.covariance import at_least_one
 from rl_core.learner.losses.m2po import m2po_tokens
 from rl_core.learner.losses.tokens import TokenLoss, Tokens, loss_module
+from rl_core.learner.objective import Corrected, composed
+from rl_core.learner.whole import top
 from rl_core.loss_settings import LossConfig
 from rl_core.variants import variants
 from tests.golden.losses import REFERENCES, SELECTIONS, Case, random_case, slopes
@@ -123,6 +126,30 @@ def test_m2po_masks_the_largest_until_the_mean_of_the_rest_is_below_tau():
 
 def test_a_share_of_tokens_is_at_least_one():
     assert [at_least_one(2e-4, n) for n in (1, 4999, 10_000)] == [1, 1, 2]
+
+
+def test_what_is_aggregated_is_the_loss_of_uncertain_tokens_and_a_penalty_on_all_but_rejected_ones():
+    """Of gpg with A = 2: -2 log pi. log pi - log mu is 0.5, -1, 0.25, 0.5, 0.1; the penalty is 0.1 times its square."""
+    case = replace(one_answer([0.0] * 5, 2.0), behavior=np.array([-1.5, 0.0, -1.25, -1.5, -1.1]))
+    tokens = replace(tokens_of(case), policy_S=torch.full((5,), -1.0, dtype=torch.float64, requires_grad=True))
+    learner = LearnerConfig.model_validate({"loss": {"name": "gpg", "behavior_penalty": 0.1}})
+    correction = Corrected(torch.tensor([3.0, 1.0, 1.0, 1.0, 1.0]), torch.tensor([True, True, True, False, True]))
+    uncertain, impossible = torch.tensor([True, True, False, True, True]), torch.tensor([False] * 4 + [True])
+    found = composed(loss_module("gpg").token_loss(tokens, learner.loss), tokens, correction, impossible, learner,
+                     uncertain)
+    np.testing.assert_allclose(found.detach(), [6.025, 2.1, 0.00625, 0.0, 0.0], rtol=1e-9)
+    (slope,) = torch.autograd.grad(found.sum(), tokens.policy_S)
+    np.testing.assert_allclose(slope, [-5.9, -2.2, 0.05, 0.0, 0.0], rtol=1e-9, atol=1e-12)
+
+
+TOP = {"half of five, rounded up": (0.5, [True, False, True, True, False]), "all": (1.0, [True] * 5),
+       "a tie goes to the earlier token": (0.4, [True, False, True, False, False]),
+       "one at least": (0.01, [False, False, True, False, False])}
+
+
+@pytest.mark.parametrize(("share", "expected"), TOP.values(), ids=TOP)
+def test_the_uncertain_tokens_are_those_of_highest_entropy(share, expected):
+    assert top(torch.tensor([1.0, 0.2, 3.0, 1.0, 0.0]), share).tolist() == expected
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from flows.console import view_of
 from flows.looking import show_audit, show_status
 from rl_core.config import Config
 from rl_core.experience.ledger import EndOfData, put_end
+from rl_core.experience.outcomes import put_outcome
 from rl_core.experience.shards import ShardWriter
 from rl_core.run_dir import RunDir, put_if_absent, replace_file, to_json
 from rl_core.run_identity import check_inputs, open_identity
+from rl_core.types import Outcome
 from tasks.inspection import run_audit, run_status, summary_so_far
 from tasks.paths import run_dir
 from tests.builders import make_group
@@ -42,6 +45,19 @@ def test_the_audit_knows_how_many_prompts_there_are(run: RunDir, capsys: pytest.
     assert report["violations"] == ["dataset epoch 0 position 2 is lost, but the data has ended"]
     assert show_audit("k", as_json=False) == 1
     assert "DOES NOT HOLD: 1 violations" in capsys.readouterr().out
+
+
+def test_the_audit_counts_for_people_what_was_left_out_and_what_failed(
+        run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = replace(make_group(2), meta={"failures": 3, "failed": {"reward_error": 2, "engine_error": 1}})
+    ShardWriter(run, "w2", 1, {}, False).land([failed])
+    put_outcome(run, Outcome(group_id="e0-p0-t1", kind="failed", reason="group_deadline", error="", try_no=1,
+                             position=0, dataset_epoch=0))
+    show_audit("k", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert "failed           3  1 engine_error, 2 reward_error: tries of answers in groups that landed" in lines
+    assert "ended            1  1 group_deadline: tries of groups that have no row" in lines
+    assert not any(line.startswith("filtered") for line in lines)
 
 
 def test_a_number_that_does_not_exist_is_null_in_json_and_left_out_for_people(

@@ -10,9 +10,11 @@ import pytest
 
 from flows.looking import show_answers, show_status
 from rl_core.experience.ledger import read_claim
-from rl_core.run_dir import RunDir
+from rl_core.looking.watching import Watch
+from rl_core.records import put_record
+from rl_core.run_dir import RunDir, newest_attempt, replace_file, to_json
 from tasks.paths import run_dir
-from tests.looking import small_run
+from tests.looking import record, small_run
 
 
 @pytest.fixture
@@ -135,6 +137,16 @@ def test_what_is_gone_is_named_and_the_rest_is_shown(run: RunDir, capsys: pytest
     assert "gap " in said(capsys, step=2)
 
 
+def test_the_status_shows_the_newest_alarm_also_behind_steps_without_one(
+        run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"train/mismatch_alarm": 1.0, "train/mismatch_current_abs": 0.012, "train/mismatch_bound": 0.005}
+    run.record(1).unlink()
+    put_record(run, record(1, **metrics))
+    assert show_status("small", as_json=False) == 0
+    assert "\nalarm       step 1: mismatch 0.012 over 0.005\n" in capsys.readouterr().out
+    assert Watch(run).look().alarm == "step 1: mismatch 0.012 over 0.005"
+
+
 def test_the_status_shows_the_numbers_that_people_look_at_first(
         run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert show_status("small", as_json=True) == 0
@@ -149,6 +161,17 @@ def test_the_status_shows_the_numbers_that_people_look_at_first(
     assert lines["staleness"].startswith("mean 1.00, p95 0, max 2, lag 2.00 updates")
     assert lines["tokens/s"] == "0 trained, 400.0 answers/s, MFU 12.5%"
     assert lines["sort"] == "0.500, right 25.0%, length 2.0, 4 answers"
+    assert status["alarm"] is None and "alarm" not in lines
     run.record(2).write_text("{")
     assert show_status("small", as_json=False) == 0
     assert f"gap         {run.record(2)}: not JSON" in capsys.readouterr().out
+
+
+def test_the_status_of_a_failed_run_says_the_cause_and_below_it_what_the_dead_part_wrote_last(
+        run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    replace_file(run.result, to_json({"status": "failed", "attempt": newest_attempt(run), "error": "LearnerDead",
+                                      "message": "gone\nthe end of learner-0.log:\nout of memory"}))
+    assert show_status("small", as_json=False) == 0
+    said = capsys.readouterr().out.splitlines()
+    at = said.index("cause       LearnerDead: gone")
+    assert [line.strip() for line in said[at + 1:at + 3]] == ["the end of learner-0.log:", "out of memory"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from rl_core.learner.aggregation import Denominators, aggregate
 from rl_core.learner.losses.ppo_clip import ppo_clip
+from rl_core.loss_settings import Aggregation
+from tests.golden import aggregation as golden
 
 
 def reference_ppo_clip(policy, proximal, advantage, low, high, dual):
@@ -84,6 +87,19 @@ def test_aggregations_of_three_sequences_are_as_worked_out_by_hand(name, expecte
     found = aggregate(torch.tensor(LOSSES), torch.tensor(SEQUENCES), torch.tensor(TOKENS), Denominators(6, 3), name,
                       max_new_tokens=4)
     assert found.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", get_args(Aggregation))
+def test_an_aggregation_agrees_with_its_reference_however_the_minibatch_is_cut(name):
+    for seed in range(3):
+        case = golden.random_minibatch(seed)
+        answer, micro = np.array(case.answer), np.random.default_rng(seed).integers(0, 4, len(case.loss))
+        tokens_M, whole = torch.tensor(np.bincount(answer, minlength=11)), Denominators(len(answer), 9)
+        loss = torch.tensor(case.loss, dtype=torch.float64, requires_grad=True)
+        parts = [aggregate(loss[micro == m], torch.tensor(answer[micro == m]), tokens_M, whole, name,
+                           max_new_tokens=case.longest) for m in range(4)]
+        assert sum(parts).item() == pytest.approx(golden.aggregated(case, name), rel=1e-12)
+        np.testing.assert_allclose(torch.autograd.grad(sum(parts), loss)[0], golden.slopes(case, name), rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", AGGREGATED)

@@ -28,7 +28,8 @@ from rl_core.model_setup import (
     model_digests,
     set_up_model,
 )
-from rl_core.preflight import tiny_facts
+from rl_core.plan import make_plan
+from rl_core.preflight import inspect_inputs, tiny_facts
 from rl_core.rollout.environments.sort import held_out_rows
 from rl_core.rollout.torch_engine import TorchEngine
 from rl_core.tiny_model import IGNORED, habit_row, pad_rows, tail_weights
@@ -213,6 +214,25 @@ def test_a_good_local_directory_is_used_as_it_is(made: tuple[Path, Path], tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+EXPERTS: dict[str, tuple[dict[str, Any], int]] = {
+    "dense": ({}, 0), "one expert is dense": ({"num_experts": 1}, 0), "by Qwen's name": ({"num_experts": 128}, 128),
+    "by Mixtral's": ({"num_local_experts": 8}, 8), "by DeepSeek's": ({"n_routed_experts": 64, "num_experts": None}, 64)}
+
+
+@pytest.mark.parametrize(("said", "experts"), EXPERTS.values(), ids=EXPERTS)
+def test_the_plan_warns_of_experts_whose_choice_is_not_replayed(said: dict[str, Any], experts: int,
+                                                                made: tuple[Path, Path], tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(made[1], directory)
+    edit_json("config.json", **said)(directory)
+    config = Config.model_validate({"model": {"type": "local", "path": str(directory)},
+                                    "data": {"size": 16, "validation": None}})
+    told = make_plan(config, inspect_inputs(config).facts).warnings
+    assert check_model(directory).experts == experts
+    assert [text.split(":")[1] for text in told if "experts" in text] == (
+        [f" a mixture of {experts} experts"] if experts else [])
+
+
 def test_a_copy_holds_what_is_loaded_and_nothing_else(made: tuple[Path, Path], tmp_path: Path) -> None:
     source, target = tmp_path / "model", tmp_path / "run" / "model"
     shutil.copytree(made[1], source)
@@ -273,6 +293,7 @@ def test_end_tokens_and_template_are_read_from_either_place(made: tuple[Path, Pa
 
 
 @pytest.mark.slow
+@pytest.mark.algorithms
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_warm_up_leaves_room_to_learn(seed: int, tmp_path: Path) -> None:
     """Greedy accuracy at the start: above 0.1, or nothing is rewarded; at most 0.45, or nothing is left to learn."""

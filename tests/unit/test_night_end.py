@@ -69,3 +69,6 @@ def test_a_failure_says_where_in_which_part_and_what_goes_on_with_it(night: Nigh
     said = str(training_failure(night, key, LearnerDead("rank 1 is gone")))
     assert said.startswith(f"night {night.key}: ") and f" of run {key}, learner: LearnerDead: rank 1 is gone" in said
     assert said.endswith(f"Retry, or `headway rerun {key}`, goes on from there")
+    said = str(training_failure(night, key, LearnerDead("rank 1 is gone\nthe end of learner-1.log:\nout of memory")))
+    first, *log = said.splitlines()
+    assert ": rank 1 is gone; Retry, or" in first and log == ["the end of learner-1.log:", "out of memory"]

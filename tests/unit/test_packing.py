@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GraniteConfig, Lfm2C
 from rl_core.errors import ConfigError
 from rl_core.learner import batch as stages
 from rl_core.learner.attention import Call, Rows
-from rl_core.learner.logprobs import head_logprobs
+from rl_core.learner.logprobs import head_likely, head_logprobs, head_others, head_squares
 from rl_core.learner.micro import attention_of
 from rl_core.learner.packing import Layout, Pack, fill, last_loss_token, micro_batches, pack, ragged_arange
 from rl_core.learner.policy import PackInputs, Policy, load_policy
@@ -200,6 +200,12 @@ def test_rows_of_logits_in_memory_depend_on_the_chunk_and_not_on_the_loss_tokens
     with LiveLogits(policy.model.lm_head.weight) as watched:
         policy(inputs_of(batch, packed)).logprob_S.sum().backward()
     assert watched.widest == 32 and watched.peak <= 6 * 32
+    for asked in ({"squares": True}, {"likely": (3, 90)}, {"others_SK": torch.zeros((tokens, 3), dtype=torch.long)}):
+        with LiveLogits(policy.model.lm_head.weight) as watched, torch.set_grad_enabled("others_SK" in asked):
+            found = policy(inputs_of(batch, packed), **asked)
+            if "others_SK" in asked:
+                (found.logprob_S.sum() + found.others_SK.sum()).backward()
+        assert watched.widest == 32 and watched.peak <= 6 * 32, asked
 
 
 BLOCKS = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -241,6 +247,30 @@ def test_logits_in_chunks_give_the_same_logprobs_entropies_and_gradients():
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
             np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5)
+
+
+def test_what_else_the_head_says_is_that_of_numpy_in_chunks_of_every_size():
+    """Log-probs of other tokens and their gradient, the most likely tokens below the vocabulary, the sum of squares."""
+    torch.manual_seed(1)
+    head = torch.nn.Linear(8, 31, bias=False)
+    hidden, temperature, ids = torch.randn(50, 8), torch.rand(50) + 0.5, torch.randint(0, 31, (50, 3))
+    z = (hidden @ head.weight.T).detach().double().numpy() / temperature.double().numpy()[:, None]
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    best, of_ids = np.argsort(-p[:, :29], -1)[:, :4], np.log(np.take_along_axis(p, ids.numpy(), -1))
+    dz = np.eye(31)[ids].sum(1) - 3 * p  # of the sum of the three log-probs by z
+    slope = dz / temperature.double().numpy()[:, None] @ head.weight.detach().double().numpy()
+    for chunk in (1000, 50, 16, 1):
+        x = hidden.clone().requires_grad_()
+        others = head_others(x, head, ids, temperature, chunk=chunk)
+        np.testing.assert_allclose(others.detach(), of_ids, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(torch.autograd.grad(others.sum(), x)[0], slope, rtol=1e-4, atol=1e-5)
+        log_SK, ids_SK = head_likely(hidden, head, temperature, top_k=4, vocabulary=29, chunk=chunk)
+        np.testing.assert_array_equal(ids_SK, best)
+        np.testing.assert_allclose(log_SK, np.log(np.take_along_axis(p, best, -1)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(head_squares(hidden, head, temperature, chunk=chunk), (p**2).sum(-1), rtol=1e-5)
+    assert head_likely(hidden, head, temperature, top_k=9, vocabulary=5, chunk=16)[1].shape == (50, 5)
+    assert head_others(hidden[:0], head, ids[:0], temperature[:0], chunk=16).shape == (0, 3)
+    assert head_squares(hidden[:0], head, temperature[:0], chunk=16).shape == (0,)
 
 
 def test_logprobs_and_entropy_are_those_of_numpy_at_the_temperature():

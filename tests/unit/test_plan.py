@@ -38,6 +38,8 @@ REFUSED = {
     "a second weight": (["learner.loss.name=decoupled_ppo", "learner.correction.weights=token_truncate"],
                         "learner.correction.weights: decoupled_ppo has its own"),
     "more ranks than answers": (["learner.ranks=500"], "learner.ranks: a minibatch may hold only"),
+    "ranks that share a GPU": (["learner.ranks=2", "learner.device=cuda", "learner.gpus=0.5"],
+                               r"learner.gpus: 2 ranks cannot share a GPU with each other; use 1 \(got 0.5\)"),
     "an answer over the budget": (["learner.token_budget=8"], "learner.token_budget: one answer"),
     "a quota below one retirement": (["storage.bytes_quota=1000"], r"storage.bytes_quota: .*use at least \d+"),
     "more groups than rows": (["data.epochs=1", "groups_per_step=101"], "groups_per_step: data.train has 100 rows"),

@@ -371,9 +371,10 @@ def test_workers_that_keep_dying_spend_the_budget_and_wake_the_claim(run: RunDir
     with pumping(run, config, pool, expect=FailureBudgetSpent) as (experience, _):
         wait_for(lambda: experience.F)
         pool.workers["rollout-0"].die()
-        with pytest.raises(FailureBudgetSpent, match=r"failure\.worker_restarts 3.*rollout-0 is gone"):
+        with pytest.raises(FailureBudgetSpent, match=r"failure\.worker_restarts 3.*rollout-0 is gone") as spent:
             experience.claim(0, 10)
     assert pool.restarted == ["rollout-0"] * 3
+    assert isinstance(spent.value.__cause__, WorkerDead), "it knows the log of the part"
 
 
 def test_a_try_that_kills_its_workers_becomes_poison_and_the_run_goes_on(run: RunDir) -> None:

@@ -240,6 +240,8 @@ NO_REWARDS: dict[str, tuple[Any, Any, str]] = {
     "a list where none is due": (mine, [1.0], r"the result is \[1.0\] of type list"),
     "NaN": (mine, float("nan"), r"the result is nan; it must be finite"),
     "NaN score": (verl_short, {"score": float("nan")}, r"`score` is nan; it must be finite"),
+    "infinite": (mine, float("inf"), r"the result is inf; it must be finite"),
+    "minus infinity": (verl_short, {"score": float("-inf")}, r"`score` is -inf; it must be finite"),
     "infinite part": (verl_short, {"score": 1, "p": float("inf")}, r"part 'p' is inf; it must be finite"),
     "beyond float32": (mine, 1e39, r"the result is 1e\+39; it must be finite in float32"),
     "a part beyond float32": (mine, {"reward": 1, "p": -1e300}, r"part 'p' is -1e\+300; it must be finite in float32"),

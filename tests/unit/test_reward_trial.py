@@ -91,6 +91,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     "a chat reward for texts": ("def reward(completions, **kwargs): return [len(completions[0][0]['content'])]",
                                 "write prompts as chats for messages", ""),
     "NaN": ("def score(answer): return float('nan')", "the result is nan; it must be finite", ""),
+    "infinite": ("def score(answer): return float('inf')", "the result is inf; it must be finite", ""),
     "NaN at times": ("def score(answer): return 1.0 if answer else float('nan')",
                      "1 of 42 answers (rows.jsonl:1, empty): reward reward.py:score: the result is nan", ""),
     "a text": ("def score(answer): return '1'", "the result is '1' of type str; it must be a number", ""),

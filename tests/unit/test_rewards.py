@@ -85,6 +85,7 @@ BAD = {
     "exits": ("def score(a, b): raise SystemExit(3)", r"raised SystemExit: 3"),
     "kills itself": ("import os\ndef score(a, b): os._exit(9)", r"its process ended with exit code 9"),
     "NaN": ("def score(a, b): return float('nan')", r"the result is nan; it must be finite"),
+    "infinite": ("def score(a, b): return float('inf')", r"the result is inf; it must be finite"),
     "infinite part": ("def score(a, b): return {'reward': 1, 'p': 1e999}", r"part 'p' is inf; it must be finite"),
     "a text": ("def score(a, b): return '1.0'", r"the result is '1.0' of type str; it must be a number"),
     "a list": ("def score(a, b): return [1.0]", r"the result is \[1.0\] of type list; it must be a number"),

@@ -37,6 +37,7 @@ from rl_core.learner.ranks import Ranks
 from rl_core.learner.step import training_step
 from rl_core.learner.step_metrics import experience_metrics
 from rl_core.learner.token_states import Sampled, token_advantages, token_states
+from rl_core.metrics import is_of_step, is_tracked
 from rl_core.plan import check
 from rl_core.rollout.verdicts import facts_of
 from rl_core.types import Score, Trajectory, TrajectoryGroup, VersionRuns
@@ -277,6 +278,17 @@ def test_rewards_of_sessions_count_once_in_the_metrics() -> None:
     found = experience_metrics(rows, claim)
     assert (found["reward/mean"], found["reward/std"], found["reward/correct"]) == (0.5, 0.5, 0.5)
     assert (found["rollout/trajectories"], found["rollout/partial"], found["rollout/length_mean"]) == (2.0, 1.0, 2.25)
+
+
+def test_answers_that_are_an_end_token_alone_are_counted() -> None:
+    """Of one token that ended by itself; one that was cut behind its first token is cut, not empty."""
+    group = make_group(0, n=4, lengths=[1, 1, 2, 5])
+    cut_short = replace(group.trajectories[1], finish_reason="length")
+    claim: Any = type("Claim", (), {"idx": 0, "policy": "keep", "dropped": ()})()
+    found = experience_metrics(rows_of([replace(group, trajectories=(group.trajectories[0], cut_short,
+                                                                     *group.trajectories[2:]))]), claim)
+    assert (found["rollout/empty"], found["rollout/truncated"]) == (0.25, 0.25)
+    assert not is_tracked("rollout/empty") and is_of_step("rollout/empty")
 
 
 def test_a_page_has_the_advantages_of_the_learner(split: list[TrajectoryGroup]) -> None:

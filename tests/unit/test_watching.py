@@ -139,7 +139,7 @@ def test_the_picture_of_a_run_that_trains(owned: RunDir) -> None:
 
 def test_a_run_that_failed_says_why(run: RunDir) -> None:
     replace_file(run.result, to_json({"status": "failed", "attempt": 1, "error": "RewardError",
-                                      "message": "it raised"}))
+                                      "message": "it raised\nthe end of rollout-0.log:\nNaN"}))
     report = Watcher("small").look()
     assert (report["state"], report["over"], report["left_s"]) == ("failed", True, None)
     assert said(report)[-1] == "cause     RewardError: it raised"

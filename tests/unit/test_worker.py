@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -504,11 +505,21 @@ def test_what_is_asked_next_and_has_too_many_tokens_is_an_error_of_the_function(
 
 # -- a failed trajectory is tried again, its siblings are kept
 
+
+def no_token(request: GenerateRequest) -> Completion:
+    """An answer that ended before its first token, its end token included."""
+    none, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return replace(completion(request, ""), token_ids_L=none, logprobs_L=floats,
+                   version_runs=VersionRuns(end_R=none, version_R=none))
+
+
 BAD_ANSWERS: dict[str, tuple[Callable[[GenerateRequest], Completion | Exception], str]] = {
     "engine error": (lambda r: RuntimeError("no memory"), "engine_error"),
     "no version": (lambda r: completion(r, "123", runs=((3, 0),)), "sample_refused"),
     "unknown version": (lambda r: completion(r, "123", v=99), "sample_refused"),
     "index runs backwards": (lambda r: completion(r, "123", runs=((2, 1), (4, 0))), "sample_refused"),
+    "no token": (lambda r: no_token(r), "sample_refused"),
+    "log-prob is minus infinity": (lambda r: completion(r, "123", logprob=-math.inf), "sample_refused"),
     "log-prob is NaN": (lambda r: completion(r, "123", logprob=float("nan")), "sample_refused"),
     "log-prob above 0": (lambda r: completion(r, "123", logprob=0.5), "sample_refused"),
     "cancelled by nobody": (lambda r: completion(r, "123", finish="cancelled"), "sample_refused"),
@@ -533,7 +544,7 @@ def test_a_failed_answer_is_tried_again_while_its_siblings_are_kept(
     row = s.rows()["e0-p0-t0"]
     assert row["reward"] == [0.0] * 4 and row["n_responses"] == 4
     assert row["sampling_seed"][1] == sampling_seed(1, "e0-p0-t0", 1, 2), "of the try that landed"
-    assert f'"failures": 2, "last_failure": "{reason}"' in row["meta_json"]
+    assert f'"failures": 2, "last_failure": "{reason}", "failed": {{"{reason}": 2}}' in row["meta_json"]
     failed = [r for r in s.engine.seen if response_and_try(r)[0] == 1][:2]
     expected = sum(len(c.token_ids_L) for r in failed if isinstance(c := bad(r), Completion))
     assert s.worker.status().tokens_wasted == expected
