@@ -534,7 +534,7 @@ def test_groups_whose_reward_failed_are_tried_again_and_the_others_are_claimed(
     assert rewards == [0.5] * 4
     experience.serves("rollout-0", 0)
     experience.leases_known()
-    assert [lease.group_id for lease in experience.grant(["rollout-0"])][:5] == [
+    assert [lease.group_id for lease in experience.grant(["rollout-0"])][:len(FAULTS)] == [
         f"e0-p{position}-t1" for position in range(1, len(FAULTS) + 1)]
 
 
