@@ -51,9 +51,8 @@ is waited for."""
 RUNS = 6
 IDLE = "idle"
 """The moment that is forced, by holding the reward, and the run whose kills are all of them in it."""
-HELD_OUT = 16
-"""Prompts of a validation in that run: few, so that no two validations are under way when the reward is held, and the
-flow waits for nothing but its claim."""
+UNVALIDATED = "validation.every=1000"
+"""In that run: a validation is scored, too, and while the reward is held the flow would wait for it before its claim."""
 Cell = tuple[str, str]
 """(victim, moment)."""
 CELLS = tuple((victim, moment) for victim in VICTIMS for moment in MOMENTS)
@@ -194,7 +193,7 @@ def test_wherever_a_process_is_killed_the_same_command_finishes_the_run(
         home: Home, table: Table, plan: list[Cell], request: pytest.FixtureRequest, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD.format(over=str(tmp_path / "over"), hold=str(tmp_path / "hold")))
     name = request.node.callspec.id
-    settings = (*SETTINGS, f"data.validation_size={HELD_OUT if name == IDLE else 64}")
+    settings = (*SETTINGS, "data.validation_size=64", *([UNVALIDATED] if name == IDLE else []))
     chaos = Chaos(home, f"chaos-{name}", PER_KILL * len(plan) + LAST, tmp_path, table, settings)
     chaos.start()
     try:
