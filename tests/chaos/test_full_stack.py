@@ -52,7 +52,7 @@ RUNS = 6
 IDLE = "idle"
 """The moment that is forced, by holding the reward, and the run whose kills are all of them in it."""
 UNVALIDATED = "validation.every=1000"
-"""In that run: a validation is scored, too; while the reward is held the flow would wait for it, and not for a claim."""
+"""In that run: a validation is scored, too; while the reward is held the flow would wait for it, not for a claim."""
 Cell = tuple[str, str]
 """(victim, moment)."""
 CELLS = tuple((victim, moment) for victim in VICTIMS for moment in MOMENTS)
