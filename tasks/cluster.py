@@ -533,6 +533,7 @@ class RemotePool:
         self._specs = {f"{spec.role}-{spec.rank}": spec for spec in specs}
         self._call_s, self._swap_s = call_s, swap_s
         self._workers: dict[str, RemoteWorker] = {}
+        self._ended = False
         self._lock = threading.Lock()
 
     def links(self) -> list[WorkerLink]:
@@ -544,10 +545,16 @@ class RemotePool:
             return [self._workers[name] for name in self._specs]
 
     def restart(self, name: str) -> WorkerLink:
-        """A fresh incarnation under the same name; what the old one had in flight is lost."""
+        """A fresh incarnation under the same name; what the old one had in flight is lost. Raises DeadPart where all
+        were ended meanwhile."""
+        # Without the lock: where the head dies, too, Ray waits for it for ever, and `kill` would wait with it.
+        fresh = self._link(name, start_or_adopt(self._specs[name], fresh=True))
         with self._lock:
-            self._workers[name] = self._link(name, start_or_adopt(self._specs[name], fresh=True))
-            return self._workers[name]
+            if not self._ended:
+                self._workers[name] = fresh
+                return fresh
+        fresh.kill()
+        raise DeadPart(f"worker {name}: has been ended while it was started")
 
     def lender(self) -> RemoteWorker:
         """The worker whose servers are lent, in its newest incarnation: the first one. Raises DeadPart when it has been
@@ -569,7 +576,7 @@ class RemotePool:
     def kill(self) -> None:
         """End all workers, together."""
         with self._lock:
-            workers, self._workers = list(self._workers.values()), {}
+            workers, self._workers, self._ended = list(self._workers.values()), {}, True
         if workers:
             with ThreadPoolExecutor(len(workers), thread_name_prefix="end-worker") as pool:
                 ends = [pool.submit(worker.kill) for worker in workers]

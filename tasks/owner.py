@@ -61,6 +61,8 @@ from tasks.screens import Screens
 from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup, first_step
 
+ACTORS_END_S = 10.0
+"""What all actors get to end, together."""
 SERVICES_STOP_S = 5.0
 CLOSE_S = 20.0
 """What an MLflow that answers gets for figures and status of a completed run."""
@@ -299,10 +301,25 @@ class Owner:
             ends.append(self.learner.close)
         if hasattr(self, "validator"):
             ends.append(self.validator.kill)
-        with ThreadPoolExecutor(3, thread_name_prefix="end-actors") as threads:
-            for ended in [threads.submit(end) for end in ends]:
-                with suppress(DeadPart):
-                    ended.result()
+        failed: list[BaseException] = []
+        threads = [threading.Thread(target=_end, args=(end, failed), name="end-actor", daemon=True) for end in ends]
+        until = time.monotonic() + ACTORS_END_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:  # one that hangs in a dead Ray is left to it: services end, and silence ends actors
+            thread.join(max(0.0, until - time.monotonic()))
+        if failed:
+            raise failed[0]
+
+
+def _end(end: Callable[[], None], failed: list[BaseException]) -> None:
+    """End one kind of actors; what that raises is of another thread."""
+    try:
+        end()
+    except DeadPart:
+        pass
+    except BaseException as error:
+        failed.append(error)
 
 
 def own_run(preset: str, config: Config, run_key: str, *, amend: bool = False, groups: int | None = None,

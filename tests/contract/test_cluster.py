@@ -308,6 +308,32 @@ def test_a_lost_head_is_told_at_once_and_the_owner_lives(tmp_path: Path) -> None
     assert end["left"] == []
 
 
+def test_a_pool_is_ended_while_a_start_waits_for_a_dead_head(tmp_path: Path) -> None:
+    """Ray waits for a head that is gone for as long as it takes: whoever ends the run does not."""
+    done = owner(tmp_path, 1, """
+        import threading, time
+        from dataclasses import replace
+        from tasks import keeper
+        pool = cluster.RemotePool([replace(spec, rank=1)], call_s=10.0, swap_s=10.0)
+        [link] = pool.links()
+        head = [pid for pid, _ in keeper.session_members(*where.pids["ray"])]
+        for pid in head:
+            if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+        starting = threading.Thread(target=pool.restart, args=("rollout-1",), daemon=True)
+        starting.start()
+        starting.join(3.0)
+        begun, waits = time.monotonic(), starting.is_alive()
+        pool.kill()
+        tell(waits=waits, s=time.monotonic() - begun, alive=os.path.exists(f"/proc/{link.handle.identity.pid}"))
+        services.stop(where)
+        os._exit(0)  # as no run does: Ray's own goodbye is not what this is about
+    """)
+    assert done.returncode == 0, done.stderr
+    [told] = map(json.loads, done.stdout.splitlines())
+    assert told["waits"] and told["s"] < 5.0 and not told["alive"], told
+
+
 def test_of_calls_sent_together_the_first_to_fail_raises_whichever_it_is(connected: services.Services) -> None:
     one, two = cluster.start_all([spec("worker", 7), spec("learner", 7)])
     try:
