@@ -129,7 +129,8 @@ def test_max_wall_time_ends_a_run_in_order_and_a_doctor_mends_what_a_kill_leaves
     assert second.process.pid not in known
     os.kill(second.process.pid, signal.SIGKILL)
     second.process.wait()
-    assert set(processes_of(home)) == known, "kept for a quick restart"
+    left = set(processes_of(home))
+    assert {actor["pid"] for actor in report["actors"]} <= left <= known, "kept for a quick restart"
     wrong = home.call("doctor", "timed")
     assert wrong.process.returncode == 1
     assert "Prefect says RUNNING of attempt 2, which has no process; --fix mends it" in wrong.out
