@@ -457,6 +457,9 @@ def _named(spec: ActorSpec) -> Any | None:
         return ray.get_actor(spec.name, NAMESPACE)
     except ValueError:
         return None
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadPart(f"{spec.role}/{spec.rank} cannot be looked for: {lost() or 'the Ray head does not answer'}; "
+                       "start the run again") from error
 
 
 def _end_named(spec: ActorSpec) -> None:

@@ -1,7 +1,7 @@
 """The timeline of a run made in a process of its own, at low priority.
 
-Of a long run it is a million small objects. Made in the process that owns the run, again and again over its thousands
-of steps, they would leave that process larger for good.
+Of a long run it is a small object for each span, group and claim. Made in the process that owns the run, again and
+again over its thousands of steps, they would leave that process larger for good.
 
     consumes: a run directory, whole; waits for: the process, DEADLINE_S at most; unblocked by: its end, the deadline
 """
@@ -23,7 +23,6 @@ from rl_core.rollout.rewards.process import child_environment
 from rl_core.run_dir import RunDir
 
 DEADLINE_S = 300.0
-"""10,000 steps take half a minute of an idle core."""
 NICE = 10
 PR_SET_PDEATHSIG = 1
 
