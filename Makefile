@@ -127,7 +127,8 @@ test-all: $(DEV_STAMP) $(SGLANG_STAMP) $(TRL_STAMP) smollm
 chaos: $(DEV_STAMP)
 	$(BIN)/python -m pytest -s -rA -m 'not gpu' \
 		$(addprefix tests/chaos/test_,mutants.py proofs.py store_kills.py full_stack.py hangs.py recovery.py) \
-		$(addprefix tests/pipeline/test_,stops.py operations.py rerun.py shards_from.py cancel.py breadth.py::$(KILLED)) \
+		$(addprefix tests/pipeline/test_,stops.py operations.py rerun.py damaged_checkpoints.py shards_from.py cancel.py \
+		breadth.py::$(KILLED)) \
 		$(PYTEST_ARGS)
 
 soak: $(DEV_STAMP)

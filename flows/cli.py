@@ -52,8 +52,8 @@ def rerun(run_key: Key,
           set_: Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Of a fork: override one setting; may "
                                                                                  "be repeated.")] = [],  # noqa: B006
           take_over: TakeOver = False, json_: Json = False, verbose: Verbose = False) -> None:
-    """Finish a run that failed or was stopped: what is recorded is not done again, what is claimed is trained as it is.
-    """
+    """Finish a run, or a night, that failed or was stopped: what is recorded is not done again, what is claimed is
+    trained as it is."""
     from flows.launch import rerun as again
 
     raise typer.Exit(again(run_key, from_step=from_step, overrides=set_, as_json=json_, verbose=verbose,
@@ -98,11 +98,16 @@ def status(run_key: Key,
 
 
 @app.command()
-def audit(run_key: Key, json_: Json = False) -> None:
+def audit(run_key: Key,
+          prompts: Annotated[bool, typer.Option("--prompts", help="Each prompt: state, training step or reason, and "
+                                                                  "tries; with --json the list each_prompt.")] = False,
+          shards: Annotated[bool, typer.Option("--shards", help="Each shard: state, training steps and rows; with "
+                                                                "--json the list each_shard.")] = False,
+          json_: Json = False) -> None:
     """Where every prompt and every landed answer is; exit code 1 if one is in no state or in two."""
     from flows.looking import show_audit
 
-    raise typer.Exit(show_audit(run_key, as_json=json_))
+    raise typer.Exit(show_audit(run_key, prompts=prompts, shards=shards, as_json=json_))
 
 
 @app.command()

@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +34,7 @@ from flows.console import (
 )
 from flows.presets import DEFAULT, base_of
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, ConfigError, DeadPart, NightFailed, RunIsAlive
+from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, NightFailed, RunIsAlive
 from rl_core.plan import describe, make_plan, parse_overrides, resolve
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def roll_out(preset: str | None, overrides: Sequence[str], run_key: str | None, 
 def rerun(run_key: str, *, from_step: int | None, overrides: Sequence[str], as_json: bool, verbose: bool,
           take_over: bool = False) -> int:
     """Run `headway rerun`; returns its exit code. The run goes on by its stored settings, by the path of every start;
-    with `from_step` a fork of it does, a run of its own, with the overrides from that step on."""
+    with `from_step` a fork of it does, a run of its own, with the overrides from that step on. A night goes on to its
+    verdict."""
     start = _Start(Console(), None, as_json, verbose, verb="rerun", take_over=take_over)
     words = run_key if from_step is None else f"{run_key} from step {from_step}"
     return _told(start, f"rerun {words}", lambda: _launch_again(start, run_key, from_step, overrides))
@@ -89,7 +91,7 @@ def _guarded(start: _Start, begin: Callable[[], int]) -> int:
     try:
         return begin()
     except USERS_TO_MEND as error:
-        return _refused(console, str(error))
+        return _refused(console, error)
     except (DeadPart, OSError) as error:
         return _said(start, ["", f"failed: {error}"], "failed", FAILED)
     except KeyboardInterrupt:
@@ -126,9 +128,13 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _refused(console: Console, why: str) -> int:
+def _refused(console: Console, error: BaseException) -> int:
+    """Say why nothing was started. What is wrong with settings and data begins with their place, all else with the name
+    of the error, under which docs/operations.md has it."""
     console.close()
-    return failed(why)
+    if isinstance(error, (ConfigError, DataError)):
+        return failed(error)
+    return failed("\n".join(f"{type(error).__name__}: {line}" for line in str(error).splitlines()))
 
 
 def _said(start: _Start, lines: Sequence[str], status: str, code: int, wall_s: float | None = None) -> int:
@@ -181,7 +187,7 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
         os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # 6 s for a call; its default tries for a minute
         os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "10")  # of a server that hangs; its default is a minute
         before = read_result(run)
-        flow = _run_flow(start, run.status, changes)
+        flow = _run_flow(start, [run.status], lambda: _train(start, changes))
         start.prefect_away = not flow.name
         ours = not isinstance(flow.error, RunIsAlive)  # else another start was quicker
         result = read_result(run)
@@ -201,8 +207,13 @@ def _launch_again(start: _Start, run_key: str, from_step: int | None, overrides:
         raise ConfigError("--set: a rerun goes on with the stored settings; add --from-step N for a fork with other "
                           f"ones, or amend the run: headway train --run-key {run_key} --amend")
     from tasks.inspection import open_run
+    from tasks.night_files import night_to_finish
     from tasks.paths import run_dir
 
+    if from_step is None and (night := night_to_finish(run_key)) is not None:
+        from flows.finishing import finish
+
+        return finish(start, night)
     open_run(run_dir(run_key), run_key)
     if from_step is None:
         return _launch(start, (), run_key)
@@ -279,31 +290,39 @@ class _Flow:
     error: BaseException | None = None
 
 
-def _run_flow(start: _Start, status: Path, changes: dict[str, Any]) -> _Flow:
-    """Run the flow in this thread, where signals arrive, while another one shows its status view."""
+def _train(start: _Start, changes: dict[str, Any]) -> Any:
+    """Prefect's state of the flow at its end."""
+    from flows.train import train  # imports prefect and ray, with the services' addresses in place
+
+    return train(preset=start.preset, overrides=changes, run_key=start.run_key, amend=start.amend,
+                 groups=start.groups, shards_from=start.shards_from, return_state=True)
+
+
+def _run_flow(start: _Start, views: Sequence[Path], call: Callable[[], Any]) -> _Flow:
+    """Run the flow in this thread, where signals arrive, while another one shows the status view of its run; of
+    several, which go one after the other, that of the last one that has begun."""
     console = start.console
-    before = status.stat().st_mtime_ns if status.exists() else 0
+    before = {status: status.stat().st_mtime_ns if status.exists() else 0 for status in views}
     over = threading.Event()
 
     def show() -> None:
         while not over.wait(LOOK_EVERY_S):
-            _show(console, status, before)
+            _show(console, before)
 
     shower = threading.Thread(target=show, name="console", daemon=True)
     shower.start()
-    from flows.train import train  # imports prefect and ray, with the services' addresses in place
-
     try:
-        state: Any = train(preset=start.preset, overrides=changes, run_key=start.run_key, amend=start.amend,
-                           groups=start.groups, shards_from=start.shards_from, return_state=True)
+        state = call()
         ended = state.result(raise_on_failure=False)
         return _Flow(state.type.value, ended, ended if isinstance(ended, BaseException) else None)
+    except ImportError:  # of the flow's own modules
+        raise
     except Exception as error:  # whatever Prefect's engine raises without its server
         return _Flow("", error=error)
     finally:
         over.set()
         shower.join(timeout=5)
-        _show(console, status, before)
+        _show(console, before)
         console.close()
         _drain_logs()
 
@@ -327,13 +346,13 @@ def _drain_logs() -> None:
         worker.drain_all(timeout=5)
 
 
-def _show(console: Console, status: Path, before: int) -> None:
-    """Show the status view, once this start has written it."""
-    try:
-        if status.stat().st_mtime_ns > before:
-            console.show(view_of(json.loads(status.read_text())))
-    except FileNotFoundError:
-        return
+def _show(console: Console, before: Mapping[Path, int]) -> None:
+    """Show the status view, once this start has written it. `before`: each view -> when it was written before."""
+    for status, written in reversed(list(before.items())):
+        with suppress(FileNotFoundError):
+            if status.stat().st_mtime_ns > written:
+                console.show(view_of(json.loads(status.read_text())))
+                return
 
 
 def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -> int:
@@ -347,7 +366,7 @@ def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -
     assert start.run_key is not None
     run, status, cause = run_dir(start.run_key), result.get("status"), flow.error
     if isinstance(cause, USERS_TO_MEND) and not isinstance(cause, BrokenFile):
-        return _refused(start.console, str(cause))
+        return _refused(start.console, cause)
     if isinstance(cause, NightFailed):  # its run is trained, and the comparison behind it is not done
         return _said(start, ["", *cause_lines(str(cause))], "completed", FAILED)
     if "completed" in (status, flow.name.lower()):
@@ -416,7 +435,7 @@ def show_plan(preset: str | None, overrides: Sequence[str], run_key: str | None,
     try:
         _, config, prepared = _prepare(preset, overrides, run_key, amend=amend, planned=True, shards_from=shards_from)
     except USERS_TO_MEND as error:
-        return _refused(console, str(error))
+        return _refused(console, error)
     from rl_core.plan import flatten
     from tasks.destination import destination
     from tasks.kept import prefect_api

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flows.auditing_text import audit_lines
 from flows.command import answer, failed, hush
 from flows.looking_text import extreme_lines, group_lines, page_lines, status_lines, step_lines, validation_lines
 
@@ -15,11 +16,12 @@ def show_status(run_key: str, *, as_json: bool) -> int:
     return answer(lambda: run_status(run_key), status_lines, as_json=as_json)
 
 
-def show_audit(run_key: str, *, as_json: bool) -> int:
-    """The partition of prompts and rows; 1 if it does not hold."""
+def show_audit(run_key: str, *, prompts: bool = False, shards: bool = False, as_json: bool) -> int:
+    """The partition of prompts and rows; 1 if it does not hold. `prompts`, `shards`: with each of them."""
     from tasks.inspection import run_audit
 
-    return answer(lambda: run_audit(run_key), _audit_lines, as_json=as_json, holds=lambda report: report["holds"])
+    return answer(lambda: run_audit(run_key, each_prompt=prompts, each_shard=shards), audit_lines, as_json=as_json,
+                  holds=lambda report: report["holds"])
 
 
 def show_answers(run_key: str, *, step: int | None = None, group: str | None = None, best: int | None = None,
@@ -66,28 +68,3 @@ def _not_together(**given: Any) -> str | None:
         return f"{pages[0]} writes the page of a step or a validation; give it with --step or --validation, not with " \
                f"{chosen[0]}"
     return None
-
-
-REASONS = (("filtered", "filtered", ""), ("failed", "failed", ": tries of answers in groups that landed"),
-           ("ended", "failed_groups", ": tries of groups that have no row"))
-"""What an audit counts by reason: name of the line, field of the report, what is counted."""
-
-
-def _audit_lines(report: dict[str, Any]) -> list[str]:
-    epoch, position = report["frontier"]
-    lines = [f"{report['run_key']}: {report['claims']} claims, {report['recorded']} records, {report['shards']} "
-             f"shards; prompts up to position {position} of dataset epoch {epoch}"]
-    if (origin := report["origin"]) is not None:
-        lines.append(f"shards of run {origin['run_key']} ({origin['run_uuid']}), "
-                     + ("scored anew; each says which one it is of" if origin["rescored"] else "linked, rewards kept"))
-    for what, key in (("positions", "positions"), ("rows", "rows"), ("shards", "shard_states")):
-        counts = {state: n for state, n in report[key].items() if n}
-        listed = ", ".join(f"{n} {state}" for state, n in counts.items())
-        lines.append(f"{what:<10}{sum(counts.values()):>8}  {listed}")
-    for what, key, of in REASONS:
-        if counts := report[key]:
-            listed = ", ".join(f"{n} {reason}" for reason, n in counts.items())
-            lines.append(f"{what:<10}{sum(counts.values()):>8}  {listed}{of}")
-    if report["holds"]:
-        return [*lines, "holds: every prompt and every landed group is in exactly one state"]
-    return [*lines, f"DOES NOT HOLD: {len(report['violations'])} violations", *report["violations"][:20]]

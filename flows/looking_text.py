@@ -51,7 +51,8 @@ def _reward(report: Mapping[str, Any]) -> str:
     recent = report["recent"].get("reward/mean")
     reward = _joined(report["metrics"], (
         ("reward/mean", "{:.3f}"), ("reward/std", "std {:.3f}"), ("reward/correct", "right {:.1%}"),
-        ("reward/no_spread_right", "no spread {:.0%} right"), ("reward/no_spread_wrong", "{:.0%} wrong"),
+        ("reward/all_equal", "no spread {:.0%}"), ("reward/no_spread_right", "all right {:.0%}"),
+        ("reward/no_spread_wrong", "some wrong {:.0%}"),
         ("reward/sampled", "of all sampled {:.3f}")))
     return reward + (f", lately {recent:.3f}" if reward and recent is not None else "")
 

@@ -7,7 +7,7 @@
       register                   the exported weights as a model version; the alias moves on a promotion
       night-report, notify       a page in MLflow, an artifact here, a webhook
 
-What is done is read from disk: a retry, and `headway rerun` of the run that failed, go on from there.
+What is done is read from disk: a retry, and `headway rerun` of the night, go on from there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.presets import DEFAULT, base_of, load_preset, nested
+from flows.presets import DEFAULT, load_preset, nested, settings_of
 from flows.train import train_run
 from rl_core.config import Config
 from rl_core.errors import NightFailed
 from rl_core.plan import make_plan, resolve
 from tasks.inspection import is_completed
-from tasks.night_end import end_night, tell_failure, tell_trouble, training_failure
-from tasks.night_files import night_tags
+from tasks.night_end import end_night, tell_failure, tell_trouble, training_failure, words_of
+from tasks.night_files import has_ended, night_tags, owned, refuse_if_busy, unfinished
 from tasks.nights import NAME, Night, NightRun, Thresholds, asked_for, begin_night, open_matrix
 from tasks.notifying import ADDRESS
 from tasks.paths import run_dir
@@ -93,19 +93,35 @@ def nightly(preset: str = DEFAULT, overrides: dict[str, Any] | None = None,
 
 
 def run_night(night: Night, config: Config) -> dict[str, Any] | State[Any]:
-    """Train what is not trained yet, then compare. `config`: of the first run. Raises NightFailed."""
-    try:
-        if night.is_matrix:
-            open_matrix(night, config)
-        for run in night.runs:
-            stopped = _trained(night, run)
-            if stopped is not None:
-                tell_failure(night, stopped.message or "", stopped=True)
-                return stopped
-        return end_night(night)
-    except NightFailed as error:
-        tell_failure(night, str(error))
-        raise
+    """Train what is not trained yet, then compare; of a night that has ended nothing is done again. `config`: of the
+    first run. Raises NightFailed, and RunIsAlive where another process is at the night."""
+    with owned(night):
+        if has_ended(night):
+            return words_of(night)
+        try:
+            if night.is_matrix:
+                open_matrix(night, config)
+            for run in night.runs:
+                stopped = _trained(night, run)
+                if stopped is not None:
+                    tell_failure(night, stopped.message or "", stopped=True)
+                    return stopped
+            return end_night(night)
+        except NightFailed as error:
+            tell_failure(night, str(error))
+            raise
+
+
+def finish_night(night: Night) -> dict[str, Any] | State[Any]:
+    """Go on with a night that was begun, to its verdict, as Retry of its flow run does. Returns what people are told.
+
+    Raises ConfigError for settings of what is not begun that no longer work, RunIsAlive while the night or one of its
+    runs is alive, NightFailed.
+    """
+    refuse_if_busy(night)  # which is no failure of it
+    for run in unfinished(night):
+        make_plan(settings_of(night, run)[1])
+    return run_night(night, settings_of(night, night.runs[0])[1])
 
 
 def _trained(night: Night, run: NightRun) -> State[Any] | None:
@@ -114,10 +130,8 @@ def _trained(night: Night, run: NightRun) -> State[Any] | None:
     if is_completed(directory):
         return None
     try:
-        begun = directory.run_json.exists()  # then its own settings hold, whatever became of the preset
-        preset, settings = base_of(None if begun else night.preset, run.run_key)
-        ended = train_run(preset, resolve(settings, {} if begun else run.overrides), run.run_key,
-                          tags=night_tags(run.run_key))
+        preset, config = settings_of(night, run)
+        ended = train_run(preset, config, run.run_key, tags=night_tags(run.run_key))
     except Exception as error:
         raise training_failure(night, run.run_key, error) from error
     return ended if isinstance(ended, State) else None

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rl_core.config import Config
 from rl_core.errors import ConfigError
-from rl_core.plan import merge
+from rl_core.plan import merge, resolve
+
+if TYPE_CHECKING:
+    from tasks.night_files import Night, NightRun
 
 DEFAULT = "tiny-cpu"
 """What a new run begins with if nothing else is said."""
@@ -44,6 +48,18 @@ def _base_of(preset: str | None, run_key: str | None, shards_from: str | None,
         return base_settings(shards_from, overrides)
     name = preset or DEFAULT
     return name, load_preset(name)
+
+
+def settings_of(night: Night, run: NightRun) -> tuple[str, Config]:
+    """Name of the preset and settings of a night's run. Once it is begun its own hold, whatever became of the preset.
+
+    Raises ConfigError, BrokenFile.
+    """
+    from tasks.paths import run_dir
+
+    begun = run_dir(run.run_key).run_json.exists()
+    preset, settings = base_of(None if begun else night.preset, run.run_key)
+    return preset, resolve(settings, {} if begun else run.overrides)
 
 
 def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:

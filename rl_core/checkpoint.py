@@ -8,14 +8,15 @@ restart (experience-store.md 3.8). No pickle: safetensors and JSON. Nothing is r
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 from torch import Tensor
@@ -26,7 +27,17 @@ from rl_core.errors import BrokenFile, CheckpointDamaged, ShardRetired, WeightsD
 from rl_core.experience.ledger import read_claim, retired_below
 from rl_core.experience.reader import ensure_not_retired
 from rl_core.model_setup import model_digests
-from rl_core.run_dir import RunDir, check_attempt, file_numbers, fsync_dir, numbered, put_if_absent, read_json, to_json
+from rl_core.run_dir import (
+    RunDir,
+    check_attempt,
+    file_numbers,
+    fsync_dir,
+    json_values,
+    numbered,
+    put_if_absent,
+    read_json,
+    to_json,
+)
 from rl_core.spans import as_rows
 from rl_core.types import Span
 from rl_core.versions import pinned_versions, read_version
@@ -40,6 +51,8 @@ ROLES = "roles.safetensors"
 """What models beside the policy have become (learner/roles.py); absent where there is none."""
 VERSION = "version.safetensors"
 """Bytes of version idx(n); absent where they are the parameters themselves."""
+BESIDE_THE_STATE = ("format", "files", "spans", "digest")
+"""What a manifest says beside the fields of CheckpointState."""
 CHUNK = 16 * 2**20
 
 
@@ -83,6 +96,12 @@ def file_digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """xxh3_128 of what a manifest says of the state and the files, as JSON with sorted keys."""
+    told = {name: value for name, value in manifest.items() if name not in ("format", "spans", "digest")}
+    return xxhash.xxh3_128(json.dumps(json_values(told), sort_keys=True).encode()).hexdigest()
+
+
 def write_checkpoint(run: RunDir, state: CheckpointState, *, parameters: Mapping[str, Tensor],
                      optimizer: Mapping[str, Tensor], version: Mapping[str, Tensor] | None, attempt: int,
                      settings: CheckpointConfig, roles: Mapping[str, Tensor] | None = None, fsync: bool = True,
@@ -106,7 +125,7 @@ def write_checkpoint(run: RunDir, state: CheckpointState, *, parameters: Mapping
         manifest = asdict(state) | {"files": {name: {"xxh3_128": file_digest(aside / name),
                                                      "bytes": (aside / name).stat().st_size} for name in files},
                                         "spans": as_rows(spans())}
-        put_if_absent(aside / MANIFEST, to_json(manifest), fsync=fsync)
+        put_if_absent(aside / MANIFEST, to_json(manifest | {"digest": _manifest_digest(manifest)}), fsync=fsync)
         _place(aside, final)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -131,9 +150,11 @@ def _place(aside: Path, final: Path) -> None:
 
 
 def _ensure_whole(directory: Path) -> dict[str, Any]:
-    """The manifest, once every file it names matches. Raises CheckpointDamaged naming the file."""
+    """The manifest, once it and every file it names match. Raises CheckpointDamaged naming the file."""
     try:
         manifest = read_json(directory / MANIFEST)
+        if manifest.get("digest", found := _manifest_digest(manifest)) != found:  # manifests of before it have none
+            raise CheckpointDamaged(f"{directory / MANIFEST}: does not match its own digest")
         for name, expected in manifest["files"].items():
             path = directory / name
             if path.stat().st_size != expected["bytes"] or file_digest(path) != expected["xxh3_128"]:
@@ -146,10 +167,10 @@ def _ensure_whole(directory: Path) -> dict[str, Any]:
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether every file matches the manifest."""
+    """Whether every file matches the manifest, and the manifest has the fields of a state."""
     try:
-        _ensure_whole(directory)
-    except CheckpointDamaged:
+        _state_of(_ensure_whole(directory))
+    except (CheckpointDamaged, TypeError):
         return False
     return True
 
@@ -158,14 +179,12 @@ def read_checkpoint(run: RunDir, n: int) -> Checkpoint:
     """Raises CheckpointDamaged."""
     directory = run.checkpoint(n)
     manifest = _ensure_whole(directory)
-    files = manifest.pop("files")
-    manifest.pop("format")
+    files = manifest["files"]
     try:
         parameters, optimizer = read_tensors(directory / PARAMETERS), read_tensors(directory / OPTIMIZER)
         version = read_tensors(directory / VERSION) if VERSION in files else parameters
-        manifest.pop("spans", None)
         roles = read_tensors(directory / ROLES) if ROLES in files else {}
-        return Checkpoint(CheckpointState(**manifest), parameters, optimizer, version, roles)
+        return Checkpoint(_state_of(manifest), parameters, optimizer, version, roles)
     except (WeightsDamaged, TypeError) as error:
         raise CheckpointDamaged(f"{directory}: {error}") from error
 
@@ -175,14 +194,13 @@ def read_checkpoint_state(run: RunDir, n: int) -> CheckpointState:
     manifest = _ensure_whole(run.checkpoint(n))
     try:
         return _state_of(manifest)
-    except KeyError as error:
+    except TypeError as error:
         raise CheckpointDamaged(f"{run.checkpoint(n)}: {error}") from error
 
 
 def _state_of(manifest: Mapping[str, Any]) -> CheckpointState:
-    """Raises KeyError. Manifests of before roles have none."""
-    names = [each.name for each in fields(CheckpointState) if each.name != "roles"]
-    return CheckpointState(**{name: manifest[name] for name in names}, roles=manifest.get("roles", {}))
+    """Raises TypeError for one without a field, or with one more. Manifests of before roles have none."""
+    return CheckpointState(**{name: value for name, value in manifest.items() if name not in BESIDE_THE_STATE})
 
 
 def read_parameters(run: RunDir, n: int) -> tuple[CheckpointState, dict[str, Tensor]]:
@@ -195,7 +213,7 @@ def read_parameters(run: RunDir, n: int) -> tuple[CheckpointState, dict[str, Ten
         manifest = read_json(directory / MANIFEST)
         state = _state_of(manifest)
         parameters = read_tensors(directory / PARAMETERS)
-    except (OSError, BrokenFile, KeyError) as error:
+    except (OSError, BrokenFile, TypeError) as error:
         raise CheckpointDamaged(f"{directory}: {error}") from error
     if digest_tensors(parameters.items()) != state.weights_digest:
         raise CheckpointDamaged(f"{directory / PARAMETERS}: does not match the checkpoint's manifest")
@@ -207,12 +225,14 @@ def checkpoints(run: RunDir) -> list[int]:
     return file_numbers(run.checkpoints, r"n-(\d{9})")
 
 
-def newest_whole(run: RunDir) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None where the initial model, which counts as checkpoint 0, comes next.
+def newest_whole(run: RunDir, replay: Literal["all", "window"] = "all") -> Checkpoint | None:
+    """The newest checkpoint that is whole; None where the run is to begin with the initial model.
 
-    What is passed over is a warning in the log. Raises CheckpointDamaged if there are some, none is whole, and the
-    initial model is not what the run began with either; ShardRetired if only one is whole whose next steps cannot be
-    trained again, since retention has removed their shards on account of the damaged ones.
+    That is a run without a checkpoint (one that was killed in its first has none), and under `replay`, the run's
+    `retention.replay`, `all`, where the initial model counts as checkpoint 0, also one of which none is whole. What is
+    passed over is a warning in the log. Raises CheckpointDamaged if there are some, none is whole, and the initial
+    model does not count; ShardRetired if only one is whole whose next steps cannot be trained again, since retention
+    has removed their shards on account of the damaged ones.
     """
     damage: list[str] = []
     for n in reversed(checkpoints(run)):
@@ -221,26 +241,27 @@ def newest_whole(run: RunDir) -> Checkpoint | None:
         except CheckpointDamaged as error:
             damage.append(str(error))
             continue
-        _ensure_replayable(run, n, damage)
+        if (lost := _lost_step(run, n)) is not None:
+            raise ShardRetired(f"{run.checkpoint(n)}: the steps behind it cannot be trained again ({lost}), and the "
+                               f"checkpoints after it are damaged ({'; '.join(damage) or 'or gone'})") from lost
         _warn_of(damage, f"checkpoint {n}")
         return found
     if damage:
-        _ensure_replayable(run, 0, damage)
-        _ensure_initial_model(run, damage[0])
+        _ensure_initial_counts(run, damage, replay)
         _warn_of(damage, "the initial model, training every recorded step again")
     return None
 
 
-def _ensure_replayable(run: RunDir, n: int, damage: list[str]) -> None:
-    """Raises ShardRetired where a recorded step behind checkpoint n has lost its shards to retention."""
+def _lost_step(run: RunDir, n: int) -> ShardRetired | None:
+    """What says that a recorded step behind checkpoint n has lost its shards to retention; None if none has."""
     for step in range(n, retired_below(run)):
         if run.void(step).exists() or not run.claim(step).exists():
             continue
         try:
             ensure_not_retired(run, read_claim(run, step))
         except ShardRetired as error:
-            raise ShardRetired(f"{run.checkpoint(n)}: the steps behind it cannot be trained again ({error}), and the "
-                               f"checkpoints after it are damaged ({'; '.join(damage) or 'or gone'})") from error
+            return error
+    return None
 
 
 def _warn_of(damage: list[str], instead: str) -> None:
@@ -248,10 +269,23 @@ def _warn_of(damage: list[str], instead: str) -> None:
         LOG.warning("damaged checkpoint passed over (%s); the run goes on from %s", text, instead)
 
 
-def _ensure_initial_model(run: RunDir, damage: str) -> None:
-    """Raises CheckpointDamaged where the initial model's files are not those that the first start found."""
-    if changed := initial_model_damage(run):
-        raise CheckpointDamaged(f"{run.checkpoints}: no checkpoint is whole (the newest: {damage}), and {changed}")
+def _ensure_initial_counts(run: RunDir, damage: list[str], replay: Literal["all", "window"]) -> None:
+    """Raises CheckpointDamaged, with every checkpoint's damage and what to do, where the initial model does not count
+    as checkpoint 0."""
+    key = run.root.name
+    if (lost := _lost_step(run, 0)) is not None:
+        why = f"its steps cannot be trained again from the initial weights ({lost})"
+        instead = f"begin a new run with the initial weights: `headway rerun {key} --from-step 0`"
+    elif changed := initial_model_damage(run):
+        why, instead = changed, "put that model back"
+    elif replay == "window":
+        why = "retention.replay is window"
+        instead = "have every recorded step trained again from the initial weights (their shards are all there): " \
+                  f"`headway train --run-key {key} --set retention.replay=all`"
+    else:
+        return
+    raise CheckpointDamaged(f"{run.checkpoints}: no checkpoint is whole ({'; '.join(damage)}), and the run does not "
+                            f"go back to step 0 by itself: {why}. Restore one of them from a copy, or {instead}")
 
 
 def initial_model_damage(run: RunDir) -> str:

@@ -19,6 +19,12 @@ OWN_WEIGHTS = {"decoupled_ppo": "prox/mu", "tis_reinforce": "pi/mu", "topr": "pi
 TAKES_WEIGHTS_IN_BYPASS = ("gpg", "dro")
 """Losses on log-probs without weights of their own; all others have the ratio pi/mu in them."""
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+NO_PENALTY = {
+    "gdpo": "gdpo reads the parts of a reward, and the penalty is taken from their sum: nothing would come of it; make "
+            "what a long answer loses a part (scoring.parts), or use score, mask or exclude",
+    "maxrl": "maxrl is for rewards of at least 0, and the penalty takes from them; use score, mask or exclude",
+}
+"""Estimators that learner.loss.truncated=penalty makes no sense with."""
 
 
 def check_combination(learner: LearnerConfig) -> None:
@@ -43,13 +49,8 @@ def check_lengths(config: Config) -> None:
 
 
 def check_baseline(config: Config) -> None:
-    """Raises ConfigError for settings that take from a greedy baseline what it is for, or that cannot have one."""
-    if not config.greedy_baseline:
-        return
-    if config.rollout.no_spread == "drop":
-        refuse("rollout.no_spread", "drop", "remax compares answers with a greedy one, so that a group whose rewards "
-               "are all equal has a gradient, too; use keep")
-    if config.offline and config.data.rescore:
+    """Raises ConfigError for settings that cannot have a greedy baseline."""
+    if config.greedy_baseline and config.offline and config.data.rescore:
         refuse("data.rescore", True, "remax needs the reward of each prompt's greedy answer, whose text is not in the "
                "shards: it cannot be scored anew; keep the rewards, or use grpo, rloo or another estimator")
 
@@ -108,6 +109,8 @@ def _check_estimator(learner: LearnerConfig) -> None:
     if name in TOKEN_BASELINES and (learner.correction.mode == "bypass" or loss.proximal == "loglinear"):
         refuse("learner.advantage.name", name, "needs the proximal policy's distribution at every token; use "
                                                "learner.correction.mode=decoupled and learner.loss.proximal=recompute")
+    if loss.truncated == "penalty" and name in NO_PENALTY:
+        refuse("learner.loss.truncated", "penalty", NO_PENALTY[name])
 
 
 def _check_loss(learner: LearnerConfig) -> None:
@@ -166,9 +169,9 @@ def _check_rule(rule: RejectionRule) -> None:
 def _check_kl(kl: KlConfig) -> None:
     if kl.use == "none":
         return
-    if kl.use == "loss" and kl.estimator in ("k1", "abs"):
-        why = "k1 has no expected gradient on-policy" if kl.estimator == "k1" else "abs has a gradient of one size only"
-        refuse("learner.kl.estimator", kl.estimator, f"{why}; in the loss use k2, k3, k1+, abs+ or k3+")
+    if kl.use == "loss" and kl.estimator == "k1":
+        refuse("learner.kl.estimator", kl.estimator, "k1 has no expected gradient on-policy; in the loss use abs, k2, "
+                                                     "k3, k1+, abs+ or k3+")
     if kl.use == "reward" and kl.estimator.endswith("+"):
         refuse("learner.kl.estimator", kl.estimator, "a reward has no gradient that + could change; use "
                                                      f"{kl.estimator[:-1]}")

@@ -431,6 +431,7 @@ class FailureConfig(Part):
     reward_failures: int = operational(64, "Failed reward calls in a row before the run ends.", ge=1)
     worker_restarts: int = operational(8, "Restarts of rollout workers over one attempt.", ge=0)
     learner_restarts: int = operational(3, "Restarts of the learner group over one attempt.", ge=0)
+    validation_restarts: int = operational(3, "Restarts of the validation engine over one attempt.", ge=0)
 
 
 class DeadlineConfig(Part):

@@ -61,7 +61,8 @@ VERL = {
     "actor_rollout_ref.actor.entropy_coeff": "learner.loss.entropy_coef",
     "actor_rollout_ref.actor.use_kl_loss": "learner.kl.use: true is `loss`",
     "actor_rollout_ref.actor.kl_loss_coef": "learner.kl.coef",
-    "actor_rollout_ref.actor.kl_loss_type": "learner.kl.estimator: `low_var_kl` is `k3`, `mse` is `k2`",
+    "actor_rollout_ref.actor.kl_loss_type": "learner.kl.estimator: `low_var_kl` is `k3`, `mse` is `k2`, `abs` is "
+                                            "`abs`; `kl` is `k1`, refused in the loss: `k1+`",
     "actor_rollout_ref.actor.use_rollout_log_probs": "learner.correction.mode: true is `bypass`",
     "actor_rollout_ref.actor.optim.lr": "learner.lr",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "learner.warmup_steps",
@@ -117,7 +118,7 @@ VERL = {
     "algorithm.gamma": "learner.advantage.gamma: of `gae` and `reinforce_plus_plus`",
     "algorithm.lam": "learner.advantage.lam: of `gae`",
     "algorithm.use_kl_in_reward": "learner.kl.use: true is `reward`",
-    "algorithm.kl_penalty": "learner.kl.estimator: `kl` is `k1`, `low_var_kl` is `k3`",
+    "algorithm.kl_penalty": "learner.kl.estimator: `kl` is `k1`, `mse` is `k2`, `low_var_kl` is `k3`, `abs` is `abs`",
     "algorithm.kl_ctrl.kl_coef": "learner.kl.coef",
     "algorithm.filter_groups.enable": "rollout.no_spread: true is `drop`; judged on the reward",
     "algorithm.filter_groups.metric": "rollout.group_filter: a function sees rewards, parts and correctness of a group",

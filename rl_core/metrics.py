@@ -94,16 +94,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/drift_alarm", "0 or 1", "Invariant (a) is over its bound.", "none", tracked=False),
     Metric("train/loglinear_error", "nats/token", "Mean |log-linear proximal - recomputed|, where both are known: "
            "before the first update; NaN where the proximal is recomputed.", "tokens", tracked=False),
-    Metric("train/effective_samples", "share", "Effective sample size of the token weights proximal/behavior: "
-           "1 / mean((w / mean w)^2).", "tokens"),
-    Metric("train/weight_max", "1", "Largest token weight proximal/behavior before truncation.", "none", tracked=False),
-    Metric("train/weight_truncated", "share", "Token weights cut at the cap.", "tokens", tracked=False),
-    Metric("train/weight_mean", "1", "Mean token weight proximal/behavior before truncation.", "tokens", tracked=False),
-    Metric("train/weight_min", "1", "Smallest token weight.", "none", tracked=False),
-    Metric("train/weight_std", "1", "Standard deviation of the token weights.", "none", tracked=False),
-    Metric("train/weight_under", "share", "Token weights below icepop_low, of which nothing is left.", "tokens",
+    Metric("train/measured_tokens", "share", "Loss tokens that the mismatch and weight metrics are of: all that have a "
+           "log-prob, but in bypass mode and with a log-linear proximal those of the first minibatch.", "tokens",
            tracked=False),
-    Metric("train/chi2_token", "1", "Mean of (proximal/behavior)^2 over tokens, minus 1.", "tokens", tracked=False),
+    # Weights proximal/behavior of the level that learner.correction.weights applies (the answer's at all its tokens),
+    # or of its function; without weights the ratios of tokens. At every loss token, not cut or normalised yet.
+    Metric("train/effective_samples", "share", "Effective sample size of the weights proximal/behavior of the applied "
+           "level, over loss tokens: 1 / mean((w / mean w)^2).", "tokens"),
+    Metric("train/weight_max", "1", "Largest weight proximal/behavior of the applied level, before truncation.",
+           "none", tracked=False),
+    Metric("train/weight_truncated", "share", "Loss tokens whose weight is above the bound of its rule: cut at cap "
+           "(truncate), 0 (icepop).", "tokens", tracked=False),
+    Metric("train/weight_mean", "1", "Mean weight proximal/behavior of the applied level over loss tokens, before "
+           "truncation.", "tokens", tracked=False),
+    Metric("train/weight_min", "1", "Smallest weight proximal/behavior of the applied level.", "none",
+           tracked=False),
+    Metric("train/weight_std", "1", "Standard deviation of those weights over loss tokens.", "none", tracked=False),
+    Metric("train/weight_under", "share", "Loss tokens whose weight is below icepop_low, of which nothing is left.",
+           "tokens", tracked=False),
+    Metric("train/chi2_token", "1", "Mean of (proximal/behavior)^2 of single tokens, whatever weights there are, minus "
+           "1.", "tokens", tracked=False),
     Metric("train/chi2_answer", "1", "The same of whole answers: mean of their squared ratio, minus 1.", "answers",
            tracked=False),
     Metric("train/behavior_kl", "nats/token", "k1 of behavior against proximal: mean log behavior - log proximal.",
@@ -154,10 +164,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/correct", "share", "Right answers: what `correct` says, else a reward that is 0 or 1 for all "
            "answers of its data source; NaN where that is not known of a data source (docs/validation.md 1).",
            "answers"),
-    Metric("reward/no_spread_right", "share", "Groups without spread whose answers are all known to be right: no "
-           "gradient.", "groups"),
-    Metric("reward/no_spread_wrong", "share", "Groups without spread with an answer that is known to be wrong. Those "
-           "of which it is not known are in neither.", "groups"),
+    Metric("reward/all_equal", "share", "Groups of several answers whose rewards are all equal, as scored, whatever is "
+           "known of what is right: no gradient under estimators that compare the rewards of a group.", "groups"),
+    Metric("reward/no_spread_right", "share", "Groups of several answers of one reward that are all known to be right.",
+           "groups"),
+    Metric("reward/no_spread_wrong", "share", "Groups of several answers of one reward of which one is known to be "
+           "wrong. Those of which it is not known are in all_equal only.", "groups"),
     Metric("rollout/length_mean", "tokens", "Mean answer length of the claim.", "answers"),
     Metric("rollout/length_p95", "tokens", "95th percentile of the answer length.", "answers"),
     Metric("rollout/length_right", "tokens", "Mean length of answers that are known to be right.", "answers"),
@@ -168,6 +180,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/empty", "share", "Answers that ended with their first token: nothing but an end token or a stop "
            "string.", "answers", tracked=False),
     Metric("rollout/partial", "share", "Groups with fewer answers than asked for.", "groups", tracked=False),
+    Metric("rollout/groups_of_one", "share", "Groups that landed with one answer: nothing in them to compare it with "
+           "(learner.advantage.group_of_one).", "groups", tracked=False),
     Metric("rollout/trajectories", "1", "Trajectories of a session; 1 where no session has several.", "none",
            tracked=False),
     # How old it was (docs/staleness.md).
@@ -222,7 +236,7 @@ METRICS: tuple[Metric, ...] = (
            of_step=False),
     Metric("system/waiting_s", "s", "Learner: waiting for experience, since the step before.", "none",
            of_step=False),
-    Metric("system/proximal_s", "s", "Pass for the proximal log-probs; 0 where none is made.", "none",
+    Metric("system/proximal_s", "s", "Pass for the proximal log-probs; 0 where none is made.", "none", tracked=False,
            of_step=False),
     Metric("system/roles_s", "s", "Passes through reference, critic and teacher before the first update.", "none",
            tracked=False, of_step=False),

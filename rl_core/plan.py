@@ -39,6 +39,7 @@ from rl_core.errors import ConfigError, refuse
 from rl_core.foreign_keys import answer
 from rl_core.lora.plan import check_publication, lora_words
 from rl_core.loss_settings import LossConfig
+from rl_core.no_spread import check_no_spread, no_spread_warnings
 from rl_core.reward_settings import check_scoring, with_task
 from rl_core.roles.plan import asked_roles, held_role_bytes, policy_learns, role_words, saved_role_bytes
 from rl_core.schedules import checkpoints_at_once
@@ -248,7 +249,7 @@ class Plan:
     sources: int
     """Of data.train."""
     warnings: tuple[str, ...]
-    """Of data and reward: what refuses nothing, and a person should know."""
+    """Of settings, data and reward: what refuses nothing, and a person should know."""
     group_bytes: int
     """Half the worst case."""
     reserve_bytes: int
@@ -294,6 +295,7 @@ def check(config: Config) -> None:
     check_combination(c.learner)
     check_lengths(c)
     check_baseline(c)
+    check_no_spread(c)
     check_sessions(c)
     if c.offline and loss.proximal == "loglinear":
         refuse("learner.loss.proximal", "loglinear", "is reckoned by the ages of tokens, and those of another run's "
@@ -368,7 +370,7 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         validation_prompts=facts.validation_rows if facts else None,
         validation_prompts_left_out=facts.dropped_validation if facts else 0,
         sources=len(config.data.train),
-        warnings=facts.warnings if facts else (),
+        warnings=(*no_spread_warnings(config), *(facts.warnings if facts else ())),
         group_bytes=group_bytes,
         reserve_bytes=reserve,
         disk_bytes=disk,

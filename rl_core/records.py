@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from rl_core.run_dir import RunDir, file_numbers, numbers, put_if_absent, read_json, to_json
+from rl_core.run_dir import RunDir, check_attempt, file_numbers, numbers, put_if_absent, read_json, to_json
 from rl_core.spans import as_rows, as_spans
 from rl_core.types import StepRecord, WeightVersion
 
@@ -13,8 +13,10 @@ def put_record(run: RunDir, record: StepRecord) -> StepRecord:
     """Write the record, or return the stored one, which wins.
 
     A stored record with another digest of the weights, or of those of a model beside the policy, is a divergence: the
-    recomputed one goes to `records/step-<k>.divergent-<a>.json` beside it.
+    recomputed one goes to `records/step-<k>.divergent-<a>.json` beside it. Raises StaleAttempt if a newer attempt than
+    the record's owns the run: then nothing is written.
     """
+    check_attempt(run, record.attempt)
     payload = asdict(record) | {"spans": as_rows(record.spans)}
     if put_if_absent(run.record(record.step), to_json(payload)):
         return record

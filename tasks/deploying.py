@@ -1,8 +1,9 @@
-"""`headway deploy`: a prefect.yaml registered with the kept Prefect server, by Prefect's own command; schedule and
-parameters of the nightly on top of it."""
+"""`headway deploy`: a prefect.yaml registered with the kept Prefect server, or with the one at PREFECT_API_URL, by
+Prefect's own command; schedule and parameters of the nightly on top of it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,8 @@ from typing import Any
 import yaml
 
 from rl_core.errors import ConfigError, DeadPart
-from tasks import kept, servers, silent_runs
+from tasks import crash_notices, kept, servers, silent_runs
+from tasks.destination import redact
 
 DEPLOY_S = 120.0
 """For all of them; Prefect's command takes a few seconds."""
@@ -28,18 +30,16 @@ def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None
 
     `directory`: where relative paths of their runs begin. Deploying again changes what is there; of NIGHTLY the
     schedule stays without `cron` (NO_CRON takes it away), and the parameters that are not in `parameters` (None takes
-    one away). Raises ConfigError where no server is kept, the file cannot be read, or has no NIGHTLY to schedule, and
-    for a cron that is none; DeadPart with what Prefect says.
+    one away). Raises ConfigError where there is no server to register with, the file cannot be read, or has no NIGHTLY
+    to schedule, and for a cron that is none; DeadPart with what Prefect says.
     """
     if cron is not None:
         check_cron(cron, timezone)
-    page, api = kept.address(home, "prefect"), kept.prefect_api(home)
-    if page is None or api is None:
-        raise ConfigError(f"no Prefect server is kept under {home}: `headway services up`")
-    auth = servers.prefect_auth(home)
+    page, api, auth = server(home)
     names = _names(source)
     if (cron is not None or parameters) and NIGHTLY.partition("/")[2] not in names:
         raise ConfigError(f"--cron, --param: {source} has no deployment {NIGHTLY}; there are {', '.join(names)}")
+    crash_notices.check(api, auth, (parameters or {}).get("notify"))
     silent_runs.ensure(api, auth)
     env = servers.clean_environ() | servers.own_path() | servers.not_proxied() \
         | servers.prefect_client_env(home, api, auth) | {"PWD": str(directory), "PYTHONSAFEPATH": "1",
@@ -57,7 +57,28 @@ def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None
         raise DeadPart(f"prefect deploy ended with {done.returncode}:\n{said.strip()}")
     if cron is not None:
         _schedule(api, auth, cron, timezone)
+    nightly = servers.prefect_call(api, auth, "GET", f"/deployments/name/{NIGHTLY}", timeout_s=crash_notices.ANSWER_S)
+    if nightly is not None:
+        crash_notices.ensure(api, auth, nightly["parameters"].get("notify"))
     return [_registered(page, api, auth, name, said) for name in names]
+
+
+def server(home: Path, environ: Mapping[str, str] = os.environ) -> tuple[str, str, str | None]:
+    """Page, API and password of the kept Prefect server; where none is kept, of the one that PREFECT_API_URL and
+    PREFECT_API_AUTH_STRING name. Raises ConfigError where there is neither, DeadPart where that one does not answer."""
+    page, api = kept.address(home, "prefect"), kept.prefect_api(home)
+    if page is not None and api is not None:
+        return page, api, servers.prefect_auth(home)
+    api, auth = environ.get("PREFECT_API_URL", "").rstrip("/"), environ.get("PREFECT_API_AUTH_STRING") or None
+    if not api:
+        raise ConfigError(f"no Prefect server is kept under {home}: `headway services up`, or name one of your own by "
+                          "PREFECT_API_URL and PREFECT_API_AUTH_STRING")
+    if not api.startswith(("http://", "https://")) or not api.endswith("/api"):
+        raise ConfigError(f"PREFECT_API_URL is {redact(api)!r}; write http://host:4200/api")
+    if not servers.prefect_answers(api, auth):
+        raise DeadPart(f"the Prefect server at PREFECT_API_URL, {redact(api)}, does not answer, or refuses "
+                       f"{'the password of PREFECT_API_AUTH_STRING' if auth else 'who has no PREFECT_API_AUTH_STRING'}")
+    return api.removesuffix("/api"), api, auth
 
 
 def check_cron(cron: str, timezone: str | None) -> None:
@@ -93,13 +114,15 @@ def _with_parameters(home: Path, source: Path, before: Mapping[str, Any], given:
         if one["name"] == NIGHTLY.partition("/")[2]:
             wanted = {**(one.get("parameters") or {}), **before, **given}
             one["parameters"] = {name: value for name, value in wanted.items() if value is not None}
-    with tempfile.NamedTemporaryFile("w", dir=kept.directory(home), prefix="deployments-", suffix=".yaml") as file:
+    where = kept.directory(home)
+    where.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=where, prefix="deployments-", suffix=".yaml") as file:
         file.write(yaml.safe_dump(tree, sort_keys=False))
         file.flush()
         yield Path(file.name)
 
 
-def _schedule(api: str, auth: str, cron: str, timezone: str | None) -> None:
+def _schedule(api: str, auth: str | None, cron: str, timezone: str | None) -> None:
     """Give NIGHTLY this schedule, and no other. Raises DeadPart."""
     found = servers.prefect_call(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
     place = f"/deployments/{found['id']}/schedules" if found else ""
@@ -119,7 +142,7 @@ def _names(source: Path) -> list[str]:
         raise ConfigError(f"--prefect-file {source}: {type(error).__name__}: {error}") from error
 
 
-def _registered(page: str, api: str, auth: str, name: str, said: str) -> dict[str, Any]:
+def _registered(page: str, api: str, auth: str | None, name: str, said: str) -> dict[str, Any]:
     found = servers.prefect_call(api, auth, "POST", "/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
     if not found:
         raise DeadPart(f"prefect deploy did not register {name!r}:\n{said.strip()}")

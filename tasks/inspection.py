@@ -124,9 +124,11 @@ def run_status(run_key: str) -> dict[str, Any]:
         "cause": cause, "attempt": newest_attempt(run), "directory": str(run.root)})
 
 
-def run_audit(run_key: str) -> dict[str, Any]:
-    """The partition of positions and rows of a run; `holds` is False where something is in no state or in two."""
+def run_audit(run_key: str, *, each_prompt: bool = False, each_shard: bool = False) -> dict[str, Any]:
+    """The partition of positions and rows of a run; `holds` is False where something is in no state or in two.
+    `each_prompt` and `each_shard`: with these lists, else they are None."""
     run = run_dir(run_key)
     open_run(run, run_key)
-    report = audit(run, n_prompts=prompt_rows(run), epochs=config_of(run, current_revision(run)).data.epochs)
+    report = audit(run, n_prompts=prompt_rows(run), epochs=config_of(run, current_revision(run)).data.epochs,
+                   each_prompt=each_prompt, each_shard=each_shard)
     return {"run_key": run_key, **report.as_json()}

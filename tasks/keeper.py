@@ -26,6 +26,8 @@ HEARTBEAT = "heartbeat"
 LOCK = "services.lock"
 GRACE_S = 5.0
 """After SIGTERM, before SIGKILL, when the watchdog ends services."""
+SAY_S = 60.0
+"""How often the watchdog says, in its log, that somebody keeps it from ending them."""
 
 
 class Stat(NamedTuple):
@@ -139,12 +141,37 @@ def _reap(leaders: Sequence[tuple[int, int]]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+class LockTaken(Exception):
+    """Another process finds, starts or ends these services now. The message names the lock and the process."""
+
+
 @contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
-    """One at a time: whoever finds, starts or ends the services of `state_dir`."""
+    """One at a time: whoever finds, starts or ends the services of `state_dir`. Never waits: tasks/turns.py does.
+
+    Raises LockTaken.
+    """
     with open(state_dir / LOCK, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockTaken(f"{state_dir / LOCK}: {lock_holder(state_dir)} has it") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} {start_time(os.getpid())}\n")
+        file.flush()
         yield
+
+
+def lock_holder(state_dir: Path) -> str:
+    """Who has the lock, for people: `pid 12`, and whether it is stopped."""
+    try:
+        pid, started = map(int, (state_dir / LOCK).read_text().split())
+    except (OSError, ValueError):
+        return "a process that has not said who it is"  # between two holders, or it died as it took it
+    known = stat(pid)
+    if known is None or known.started != started or not known.alive:
+        return f"a process that cannot be seen from here (it calls itself pid {pid})"
+    return f"pid {pid}" + (" (stopped by SIGSTOP)" if known.state == "T" else "")
 
 
 def read_state(state_dir: Path) -> dict[str, Any] | None:
@@ -201,6 +228,7 @@ def watch(state_dir: Path, name: str) -> None:
     Waits for: silence. Unblocked by: the end of the services, or a state file that names another watchdog than `name`.
     """
     heard, at = _heartbeat(state_dir), time.monotonic()
+    say_at = 0.0
     while (state := _mine(state_dir, name)) is not None:
         beat = _heartbeat(state_dir)
         if beat != heard:
@@ -208,11 +236,16 @@ def watch(state_dir: Path, name: str) -> None:
         timeout_s = float(state["owner_timeout_s"])
         silent = time.monotonic() - at > timeout_s
         if silent or _all_dead(state):
-            with locked(state_dir):  # an owner that starts now holds it, and is heard, or starts from nothing
-                state = _mine(state_dir, name)
-                if state is not None and (_heartbeat(state_dir) == heard if silent else _all_dead(state)):
-                    end_services(state_dir, state, GRACE_S)
-                    return
+            try:
+                with locked(state_dir):  # an owner that starts now holds it, and is heard, or starts from nothing
+                    state = _mine(state_dir, name)
+                    if state is not None and (_heartbeat(state_dir) == heard if silent else _all_dead(state)):
+                        end_services(state_dir, state, GRACE_S)
+                        return
+            except LockTaken as taken:
+                if time.monotonic() >= say_at:
+                    print(f"the services of {state_dir} are not ended yet: {taken}", file=sys.stderr, flush=True)
+                    say_at = time.monotonic() + SAY_S
         time.sleep(min(1.0, timeout_s / 10))
 
 

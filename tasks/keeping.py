@@ -16,6 +16,8 @@ from rl_core.run_dir import json_values
 from tasks import databases, keeper, kept, servers, silent_runs, supervisor
 from tasks.kept import Kept, Service, Settings
 from tasks.servers import Process
+from tasks.turns import turn
+from tasks.waiting import waiting_aloud
 
 UP_S = 150.0
 DOWN_S = 40.0
@@ -23,6 +25,8 @@ FLOWS_S = 30.0
 """What flow runs have to stop in order: all of a run is gone 10 s after a signal."""
 BEGIN_S = 30.0
 """What a supervisor has to note that it is there, what it has to end first included."""
+TURN_S = 90.0
+"""What another `up` or `down` may take before this one gives up: the longest of them ends flow runs and services."""
 LOOK_S = 0.1
 
 
@@ -36,7 +40,7 @@ def up(home: Path, *, prefect_port: int | None = None, mlflow_port: int | None =
     """
     kept.directory(home).mkdir(parents=True, exist_ok=True)
     servers.prefect_auth(home)
-    with keeper.locked(kept.directory(home)):
+    with turn(kept.directory(home), "`headway services up`", TURN_S):
         found = kept.read(home)
         running = found is not None and found.watched
         settings = _settled(home, prefect_port, mlflow_port, running=running)
@@ -47,7 +51,9 @@ def up(home: Path, *, prefect_port: int | None = None, mlflow_port: int | None =
             _spawn(home)
         elif found is not None:
             _try_again(home, found)
-    found = _wait(home, on_ready)
+    with waiting_aloud("the supervisor", "all services to get ready", UP_S,
+                       lambda: f"logs are in {kept.directory(home)}") as look:
+        found = _wait(home, on_ready, look)
     silent_runs.ensure(f"{found.services['prefect'].address}/api", servers.prefect_auth(home))
     return found
 
@@ -117,10 +123,12 @@ def _lost(found: Kept) -> list[Service]:
     return [service for service in found.services.values() if service.state == "given up"]
 
 
-def _wait(home: Path, on_ready: Callable[[str, float], None]) -> Kept:
-    """Until all are ready. One that was given up ends the others, too: half a set-up is none."""
+def _wait(home: Path, on_ready: Callable[[str, float], None], look: Callable[[], None]) -> Kept:
+    """Until all are ready; `look` is called meanwhile. One that was given up ends the others, too: half a set-up is
+    none."""
     begun, said = time.monotonic(), set[str]()
     while True:
+        look()
         found = kept.read(home)
         services = {} if found is None or not found.watched else found.services
         for name, service in services.items():
@@ -132,7 +140,7 @@ def _wait(home: Path, on_ready: Callable[[str, float], None]) -> Kept:
         lost = _lost(found) if found is not None and found.watched else []
         late = time.monotonic() - begun > UP_S
         if lost or late:
-            with keeper.locked(kept.directory(home)):
+            with turn(kept.directory(home), "the end of services that did not get ready", TURN_S):
                 _end_all(home)
             if lost:
                 raise DeadPart(f"{lost[0].name}: {lost[0].why}")
@@ -150,7 +158,7 @@ def down(home: Path, *, force: bool = False) -> list[str]:
     with `force`: they end in order and can be resumed. Raises ConfigError, DeadlinePassed."""
     if not kept.directory(home).is_dir():
         return []
-    with keeper.locked(kept.directory(home)):
+    with turn(kept.directory(home), "`headway services down`", TURN_S):
         runs = kept.flow_runs(home)
         if runs and not force:
             raise ConfigError(f"{len(runs)} flow runs of the worker go on ({', '.join(sorted(runs.values()))}): wait "
@@ -202,6 +210,7 @@ def status(home: Path) -> dict[str, Any]:
         "up": found is not None and found.ready, "home": str(home),
         "supervisor": None if found is None or not found.watched or found.supervisor is None
         else found.supervisor.pid,
+        "supervisor_memory_bytes": _memory(found.supervisor) if found is not None and found.watched else 0,
         "since_us": None if found is None else found.since_us,
         "services": {name: _seen(home, one) for name, one in services.items()},
         "databases": {name: _redacted(home, name) for name in databases.NAMES},

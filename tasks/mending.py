@@ -62,7 +62,7 @@ def _mend(run: RunDir, config: Config) -> list[str]:
     elif killed and (said := prefect_is_away(run, config, attempt)) is not None:
         done.append(f"not done: {said}")
     try:
-        if ended := services.end_abandoned(run):
+        if ended := services.end_abandoned(run, config.deadlines.service_start_s):
             done.append(f"ended {len(ended)} processes: "
                         + ", ".join(f"{member.what} (pid {member.pid})" for member in ended))
     except DeadPart as error:

@@ -1,6 +1,6 @@
 """A night after training: compared and judged, its version registered, its report written, people told.
 
-Each is a step of its own, done once: a retry, or a `headway rerun` of the night's run, goes on from what is on disk.
+Each is a step of its own, done once: a retry, or a `headway rerun` of the night, goes on from what is on disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from rl_core.errors import NightFailed
+from rl_core.errors import NightFailed, RunIsAlive
 from rl_core.history import read_validations
 from rl_core.looking.comparison import Difference, alone, caveats, changed_settings, compare
 from rl_core.looking.failures import component_of, place_of
@@ -29,7 +29,7 @@ from tasks import tracking
 from tasks.artifacts import tell_night
 from tasks.destination import destination_of
 from tasks.inspection import read_result
-from tasks.night_files import has_verdict, night_dir, night_of, unfinished, waits_for_verdict
+from tasks.night_files import has_ended, night_dir, night_of, owned, put_ended, unfinished, waits_for_verdict
 from tasks.nights import adopt_runs, baseline_of, close_matrix
 from tasks.notifying import notify
 from tasks.paths import run_dir
@@ -180,19 +180,30 @@ def end_night(night: Night) -> dict[str, Any]:
         step = "report"
         report_night(night, outcome, version)
     except Exception as error:
-        raise failure_of(night, step, error, night.runs[-1].run_key) from error
+        raise failure_of(night, step, error) from error
     notify_night(night, outcome, version)
+    put_ended(night)
     return night_words(night, outcome, None if version is None else version.version)
+
+
+def words_of(night: Night) -> dict[str, Any]:
+    """What people were told of a night that has ended."""
+    place = night_dir(night.key)
+    version = read_json(place.version)["version"] if place.version.exists() else None
+    return night_words(night, read_outcome(place), version)
 
 
 def after_training(run_key: str, ended: Any) -> Any:
     """What `ended`, a run that was finished by itself, is worth to its night: once all of its runs are trained, the
     comparison goes on. Returns `ended`. Raises NightFailed."""
     night = night_of(run_key)
-    if night is None or isinstance(ended, State) or has_verdict(night) or unfinished(night):
+    if night is None or isinstance(ended, State) or has_ended(night) or unfinished(night):
         return ended
     try:
-        end_night(night)
+        with owned(night):
+            end_night(night)
+    except RunIsAlive as error:  # who is at the night compares it as well
+        get_run_logger().warning(str(error))
     except NightFailed as error:
         tell_failure(night, str(error))
         raise
@@ -211,15 +222,15 @@ def judged_again(run_key: str) -> dict[str, Any] | None:
 
 def training_failure(night: Night, run_key: str, error: BaseException) -> NightFailed:
     """As `failure_of`, of a run of the night that did not come to its end."""
-    return failure_of(night, f"{place_of(run_dir(run_key))} of run {run_key}", error, run_key)
+    return failure_of(night, f"{place_of(run_dir(run_key))} of run {run_key}", error)
 
 
-def failure_of(night: Night, place: str, error: BaseException, run_key: str) -> NightFailed:
+def failure_of(night: Night, place: str, error: BaseException) -> NightFailed:
     """What a failed night says: where it stands, which part failed, the cause, and what goes on with it."""
     part = "MLflow" if isinstance(error, tracking.TrackingFailed) else component_of(error)
     cause, *more = str(error).splitlines() or [""]
     first = f"night {night.key}: {place}, {part}: {type(error).__name__}: {cause}; Retry, or " \
-            f"`headway rerun {run_key}`, goes on from there"
+            f"`headway rerun {night.key}`, goes on from there"
     return NightFailed("\n".join([first, *more]))
 
 

@@ -60,6 +60,7 @@ from tasks.progress import Progress
 from tasks.screens import Screens
 from tasks.tracking import Status, Tracker, destination
 from tasks.training import Claims, LearnerGroup, first_step
+from tasks.validation import ValidatorDeaths
 
 ACTORS_END_S = 10.0
 """What all actors get to end, together."""
@@ -124,6 +125,7 @@ class Owner:
         """Those that this start has seen to be whole."""
         self.ended: EndOfData | None = None
         self.validating = threading.Lock()
+        self.validator_deaths = ValidatorDeaths(config.failure.validation_restarts)
         self.services: services.Services | None = None
         """Those that this start has to end, as no command does."""
         self.log: RunLog | None = None
@@ -163,9 +165,11 @@ class Owner:
             with suppress(DeadPart):  # `train` says it
                 self.learner.send(step)
 
-    def restart_validator(self) -> None:
-        """A fresh validation engine in place of one that died. Raises RunEnded if it was ended with this start."""
+    def restart_validator(self, death: DeadPart) -> None:
+        """A fresh validation engine in place of one that died. Raises RunEnded if it was ended with this start,
+        FailureBudgetSpent for one death too many."""
         if not self._ending.is_set():
+            self.validator_deaths.note(death)
             self.validator = cluster.start_or_adopt(_validator_spec(self), fresh=True)
         if self._ending.is_set():  # also when that came meanwhile: then nobody else ends the new one
             self.validator.kill()
@@ -399,10 +403,11 @@ def set_up(owner: Owner) -> None:
 
 
 def _live(owner: Owner) -> dict[str, Any]:
-    """What changes by itself: the pump's snapshot, with the budget of the learner beside its own."""
+    """What changes by itself: the pump's snapshot, with the budgets of learner and validation beside its own."""
     snapshot = owner.pump.snapshot()
     restarts = owner.learner.restarts if hasattr(owner, "learner") else 0
     snapshot["budgets"]["learner_restarts"] = (restarts, owner.config.failure.learner_restarts)
+    snapshot["budgets"]["validation_restarts"] = owner.validator_deaths.budget
     return snapshot
 
 
@@ -421,22 +426,28 @@ def _bring_up(owner: Owner) -> None:
         owner.first_step = first_step(run)
         owner.published_idx = offered_version(run, owner.config, owner.attempt).idx
         return
-    owner.first_step = owner.learner.bring_up(
-        lambda done, total: progress.set(state="replaying", replayed=[done, total]))
+
+    def replaying(done: int, total: int) -> None:
+        if done == 0:  # before what may take hours
+            _note_damage(owner)
+        progress.set(state="replaying", replayed=[done, total])
+
+    owner.first_step = owner.learner.bring_up(replaying)
     if owner.identity.forked_from is not None:
         from rl_core.fork import check_replayed  # imports torch
 
         check_replayed(run, owner.identity.forked_from, first=owner.learner.restored, attempt=owner.attempt)
-    _note_damage(owner)
     owner.published_idx = owner.learner.publish().idx
 
 
 def _note_damage(owner: Owner) -> None:
     """A checkpoint that was passed over is said where people look; the learner's log says what is wrong with it."""
-    newest = max(file_numbers(owner.run.checkpoints, r"n-(\d{9})"), default=0)
-    if newest > owner.learner.restored:
-        owner.progress.set(note=f"checkpoint {newest} is damaged: trained again from step "
-                                f"{owner.learner.restored}, see {owner.run.logs / 'learner-0.log'}")
+    run, restored = owner.run, owner.learner.restored
+    newest = max(file_numbers(run.checkpoints, r"n-(\d{9})"), default=0)
+    if newest > restored:
+        what = f"checkpoint {newest} is damaged: trained again from step {restored}" if restored \
+            else "no checkpoint is whole: trained again from the initial weights (retention.replay: all)"
+        owner.progress.set(note=f"{what}, see {run.logs / 'learner-0.log'}")
 
 
 def _place_model(owner: Owner) -> None:

@@ -26,6 +26,8 @@ from urllib.parse import urlsplit
 
 from rl_core.errors import DeadlinePassed, DeadPart
 from tasks import databases, keeper
+from tasks.turns import in_words, turn
+from tasks.waiting import STALL_S, waiting_aloud
 
 HOST = "127.0.0.1"
 DATABASE = databases.FILES["prefect"]
@@ -75,6 +77,8 @@ HEARTBEAT_S = 30
 """A flow run says that it lives this often (Prefect's least); by default 180 s."""
 MARK = "HEADWAY_SERVICES_OF"
 """In the environment of a service, and of all that it starts: which state directory names it (tasks/leftovers.py)."""
+FIRST_START_S = 120.0
+"""What the first start of another Prefect server on a database may take, unless its caller says otherwise."""
 RAY_CPUS = 2
 """Worker processes that Ray starts ahead for the first driver. Actors ask for none: their threads are settings."""
 
@@ -100,19 +104,26 @@ def spawn(command: list[str], env: dict[str, str], *, cwd: Path, log: Path) -> P
     return Process(child.pid, started)
 
 
-def wait(name: str, process: Process, log: Path, until: float, ready: Callable[[], bool],
-         tick: Callable[[], None] = lambda: None) -> None:
-    """Wait until `ready`; `tick` is called meanwhile. Raises DeadPart when the process ends first, DeadlinePassed."""
+def wait(name: str, process: Process, log: Path, deadline_s: float, ready: Callable[[], bool],
+         tick: Callable[[], None] = lambda: None, *, setting: str = "deadlines.service_start_s",
+         every_s: float = STALL_S) -> None:
+    """Wait until `ready`; `tick` is called meanwhile, a wait that lasts is reported each `every_s`.
+
+    Raises DeadPart when the process ends first, DeadlinePassed. `setting`: what the deadline is called.
+    """
     begun = time.monotonic()
-    while not ready():
-        tick()
-        if not keeper.is_alive(*process):
-            raise DeadPart(f"{name} ended while it started; the end of {log}:\n{tail(log)}")
-        if time.monotonic() > until:
-            keeper.end_sessions([process], 2.0)
-            raise DeadlinePassed(f"{name} did not answer in {time.monotonic() - begun:.0f} s "
-                                 f"(deadlines.service_start_s); the end of {log}:\n{tail(log)}")
-        time.sleep(0.05)
+    with waiting_aloud(f"{name} (pid {process.pid})", "its first answer", deadline_s, lambda: f"its log is {log}",
+                       every_s) as look:
+        while not ready():
+            tick()
+            look()
+            if not keeper.is_alive(*process):
+                raise DeadPart(f"{name} ended while it started; the end of {log}:\n{tail(log)}")
+            if time.monotonic() - begun > deadline_s:
+                keeper.end_sessions([process], 2.0)
+                raise DeadlinePassed(f"{name} did not answer in {time.monotonic() - begun:.0f} s{in_words(setting)}; "
+                                     f"the end of {log}:\n{tail(log)}")
+            time.sleep(0.05)
 
 
 def tail(log: Path, lines: int = 15) -> str:
@@ -212,13 +223,14 @@ def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
 
 
 @contextmanager
-def first_start(base: Path) -> Iterator[None]:
+def first_start(base: Path, deadline_s: float = FIRST_START_S, tick: Callable[[], None] = lambda: None, *,
+                setting: str = "") -> Iterator[None]:
     """Servers of one home take turns while the database is made or migrated, which is not made for two at once; what is
-    there already is copied first."""
+    there already is copied first. `tick` is called while it waits for its turn. Raises DeadlinePassed."""
     if migrated(base):
         yield
         return
-    with keeper.locked(base):
+    with turn(base, "the first start of Prefect on its database", deadline_s, setting=setting, tick=tick):
         if not migrated(base) and databases.is_sqlite(base.parent, "prefect"):
             databases.copy_before_migration(base.parent, "prefect")
             if not (base / DATABASE).exists() and template().exists():
@@ -228,12 +240,16 @@ def first_start(base: Path) -> Iterator[None]:
 
 
 def migrated(base: Path) -> bool:
-    """Whether the database has the schema of the installed Prefect for certain."""
-    return _migrated(base).exists()
+    """Whether the database has the schema of the installed Prefect for certain: by the mark of a start that made it so,
+    unless the file says otherwise, as one that was put back from a copy does."""
+    home = base.parent
+    return _migrated(base).exists() and databases.state(home, "prefect") not in ("older", "absent")
 
 
 def _migrated(base: Path) -> Path:
-    return base / f"migrated-{importlib.metadata.version('prefect')}"
+    """The mark of sqlite and that of PostgreSQL are two: one does not stand for the other."""
+    where = "" if databases.is_sqlite(base.parent, "prefect") else "-elsewhere"
+    return base / f"migrated-{importlib.metadata.version('prefect')}{where}"
 
 
 def template() -> Path:
@@ -332,9 +348,10 @@ def worker_env(home: Path, api_url: str, auth: str) -> dict[str, str]:
     return env
 
 
-def prefect_client_env(home: Path, api_url: str, auth: str) -> dict[str, str]:
-    """What makes a process a client of this home's Prefect server, whatever profiles a person has."""
-    return {"PREFECT_API_URL": api_url, "PREFECT_API_AUTH_STRING": auth, "PREFECT_HOME": str(home / "prefect"),
+def prefect_client_env(home: Path, api_url: str, auth: str | None) -> dict[str, str]:
+    """What makes a process a client of this Prefect server, whatever profiles a person has."""
+    return {"PREFECT_API_URL": api_url, **({"PREFECT_API_AUTH_STRING": auth} if auth else {}),
+            "PREFECT_HOME": str(home / "prefect"),
             "PREFECT_PROFILES_PATH": str(home / "prefect" / "profiles.toml"),
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false", "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S), "DO_NOT_TRACK": "1"}

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rl_core.config import DeadlineConfig
-from rl_core.errors import DeadlinePassed, DeadPart
+from rl_core.errors import ConfigError, DeadlinePassed, DeadPart
 from rl_core.run_dir import RunDir, replace_file, to_json
 from tasks import keeper, kept, leftovers, servers
 from tasks.servers import HOST, Process
+from tasks.turns import turn
 
 START_TRIES = 3
 """A free port can be taken by somebody else before the service binds it: that, and only that, is tried again."""
@@ -77,13 +78,12 @@ def start(state_dir: Path, home: Path, *, isolated: bool, deadlines: DeadlineCon
     `state_dir` holds their addresses, pids, logs and heartbeat; databases and secrets lie under `home`. `isolated`
     ignores ambient addresses, except the server of a flow that Prefect itself started. `on_stage(name, seconds)` is
     called, from a thread, as each gets ready. From then on the watchdog hears this process, until `stop`. Raises
-    DeadlinePassed after `deadlines.service_start_s`, DeadPart (with the end of its log) for a service that cannot
-    start.
+    DeadlinePassed after `deadlines.service_start_s`, of a service or of waiting for another start, which is named;
+    DeadPart (with the end of its log) for a service that cannot start.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     given = ambient(isolated=isolated, kept_api=kept.prefect_api(home))
-    until = time.monotonic() + deadlines.service_start_s
-    with keeper.locked(state_dir):
+    with turn(state_dir, "the start of services", deadlines.service_start_s, setting="deadlines.service_start_s"):
         state = _usable(state_dir, home) or _nothing()
         heartbeat(state_dir)
         _end_strays(state_dir, state, given)
@@ -93,7 +93,7 @@ def start(state_dir: Path, home: Path, *, isolated: bool, deadlines: DeadlineCon
         if wanted or adopted:
             _watch(state_dir, state)
         try:
-            _start_all(wanted, _Start(state_dir, home, state, until), on_stage)
+            _start_all(wanted, _Start(state_dir, home, state, deadlines.service_start_s), on_stage)
         except BaseException:
             keeper.end_services(state_dir, state, keeper.GRACE_S)
             _end_keeper(state)
@@ -154,12 +154,13 @@ def dead(services: Services) -> list[str]:
 def stop(services: Services, deadline_s: float = 10.0) -> None:
     """End the private services and their watchdog. Services given by address are left alone.
 
-    Raises DeadlinePassed naming the pids that outlive SIGKILL.
+    Raises DeadlinePassed naming the pids that outlive SIGKILL, or who starts or ends them for longer than `deadline_s`:
+    then the watchdog ends them, which hears this process no more.
     """
     if not services.pids:
         return
     _Beat.stop(services.state_dir)
-    with keeper.locked(services.state_dir):
+    with turn(services.state_dir, "the end of services", deadline_s):
         state = keeper.read_state(services.state_dir)
         if state is None:
             return
@@ -167,6 +168,22 @@ def stop(services: Services, deadline_s: float = 10.0) -> None:
     _end_keeper(state)
     if left:
         raise DeadlinePassed(f"services of {services.state_dir}: pids {left} are still there after SIGKILL")
+
+
+def join_prefect(home: Path, *, isolated: bool) -> tuple[str, str]:
+    """Make this process a client of the Prefect server that is kept, or given by address; returns its API address and
+    why it is this one. For a flow of several runs: each of them starts a Ray head of its own.
+
+    Raises ConfigError where there is no such server.
+    """
+    given = ambient(isolated=isolated, kept_api=kept.prefect_api(home))
+    if "prefect" not in given:
+        raise ConfigError(f"no Prefect server is kept under {home}: `headway services up`, then the same command")
+    api, why = given["prefect"]
+    for name in _ambient_names(given, isolated=isolated):
+        os.environ.pop(name, None)
+    os.environ.update(_owner_env(home, {"prefect": api}, _auth(home, given), None, {}, given))
+    return api, why
 
 
 # -- what is there already
@@ -260,7 +277,8 @@ class _Start:
     state_dir: Path
     home: Path
     state: dict[str, Any]
-    until: float
+    deadline_s: float
+    """Of each service by itself, from its process to its first answer."""
     given_up: threading.Event = field(default_factory=threading.Event)
 
     def note(self, name: str, process: Process, address: str) -> None:
@@ -303,6 +321,8 @@ def _launch(name: str, start: _Start, on_stage: OnStage) -> None:
         try:
             (_start_prefect if name == "prefect" else _start_ray)(start)
             break
+        except DeadlinePassed:
+            raise
         except DeadPart as error:
             if attempt == START_TRIES or "in use" not in str(error).lower():
                 raise
@@ -315,10 +335,10 @@ def _start_prefect(start: _Start) -> None:
     base, log = start.home / "prefect", start.state_dir / "prefect.log"
     base.mkdir(parents=True, exist_ok=True)
     env = servers.prefect_env(start.home, port, auth) | servers.FOR_ONE_RUN | _mark(start.state_dir)
-    with servers.first_start(base):
+    with servers.first_start(base, start.deadline_s, start.tick, setting="deadlines.service_start_s"):
         process = servers.spawn(servers.prefect_command(port), env, cwd=base, log=log)
         start.note("prefect", process, address)
-        servers.wait("Prefect server", process, log, start.until, lambda: servers.prefect_answers(address, auth),
+        servers.wait("Prefect server", process, log, start.deadline_s, lambda: servers.prefect_answers(address, auth),
                      start.tick)
     with suppress(ProcessLookupError):  # it started at full speed; beside training it yields
         os.setpriority(os.PRIO_PROCESS, process.pid, servers.PREFECT_NICE)
@@ -332,7 +352,8 @@ def _start_ray(start: _Start) -> None:
     process = servers.spawn(servers.ray_command(port, scratch), servers.ray_env(token) | _mark(start.state_dir),
                             cwd=Path(scratch), log=log)
     start.note("ray", process, address)
-    servers.wait("Ray head", process, log, start.until, lambda: servers.ray_answers(address, scratch), start.tick)
+    servers.wait("Ray head", process, log, start.deadline_s, lambda: servers.ray_answers(address, scratch),
+                 start.tick)
 
 
 def _mark(state_dir: Path) -> dict[str, str]:
@@ -354,14 +375,15 @@ def _watch(state_dir: Path, state: dict[str, Any]) -> None:
     _write(state_dir, state)
 
 
-def end_abandoned(run: RunDir) -> list[leftovers.Member]:
+def end_abandoned(run: RunDir, deadline_s: float) -> list[leftovers.Member]:
     """End all that belongs to a run whose owner is gone; the caller owns its lock. Returns what was ended.
 
-    Raises DeadPart naming what outlives SIGKILL.
+    Raises DeadPart naming what outlives SIGKILL, DeadlinePassed naming who is at its services for `deadline_s`
+    (deadlines.service_start_s).
     """
     if not run.services.is_dir():
         return []
-    with keeper.locked(run.services):
+    with turn(run.services, "the end of what was left behind", deadline_s, setting="deadlines.service_start_s"):
         found, state = leftovers.members(run), keeper.read_state(run.services)
         if state is not None:
             keeper.end_services(run.services, state, keeper.GRACE_S)

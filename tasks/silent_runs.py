@@ -4,14 +4,26 @@ Pending, for ever, and a deployment that takes one run at a time would wait for 
 A flow run says every 30 s that it lives (servers.HEARTBEAT_S); after three silent times the server calls it Crashed.
 One whose process ended before it said anything is still Pending, as its worker has left it: after BEGIN_S it has
 crashed, too. Asked by HTTP: imports no Prefect.
+
+While the server itself is away nobody hears anything, and that is no silence of a run. Prefect keeps, for each run,
+until when it must be heard; started again later than that, it would call all of them crashed that are alive, or, a
+minute later still, none that is dead. So `forget_windows` takes these away before a kept server starts, and
+`crash_the_dead` looks once, when those who live have had the time to say so, for runs from before that nobody has heard
+of since.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DeadPart
-from tasks import servers
+from tasks import databases, servers
 
 NAME = "headway: a flow run without a heartbeat has crashed"
 NEVER_BEGAN = "headway: a flow run that did not begin has crashed"
@@ -67,3 +79,65 @@ def ensure(api_url: str, auth: str | None) -> None:
         if find(api_url, auth, name) is None and servers.prefect_call(api_url, auth, "POST", "/automations/",
                                                                       automation) is None:
             raise DeadPart(f"the Prefect server at {api_url} did not take the automation {name!r}")
+
+
+# -- after the server was away
+
+HEARD_AGAIN_S = BEGIN_S + servers.HEARTBEAT_S
+"""After a start of the server: those who live have said so, and a worker has begun what it had taken."""
+WINDOWS = "delete from automation_bucket where automation_id in (select id from automation where name in ({}))"
+
+
+def forget_windows(home: Path) -> None:
+    """Before a kept server starts: nobody could be heard while it was away. Raises DeadPart for a database that does
+    not answer; one without these tables has nothing to forget."""
+    if databases.is_sqlite(home, "prefect"):
+        place = databases.file(home, "prefect")
+        if place.exists():
+            try:
+                with closing(sqlite3.connect(place, timeout=30)) as database, database:
+                    database.execute(WINDOWS.format(", ".join("?" * len(NAMES))), NAMES)
+            except sqlite3.Error:  # no such table yet, or no database: its server says so
+                pass
+        return
+    asyncio.run(_forget_in_postgresql(databases.url(home, "prefect")))
+
+
+async def _forget_in_postgresql(url: str) -> None:
+    import asyncpg
+
+    try:
+        connection = await asyncpg.connect(url, timeout=10)
+        try:
+            await connection.execute(WINDOWS.format("$1, $2"), *NAMES, timeout=30)
+        finally:
+            await connection.close(timeout=5)
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        pass  # a first start, whose tables are not there; or no server, which Prefect says itself
+
+
+def crash_the_dead(api_url: str, auth: str | None, since: datetime, lives: Callable[[str, str], bool]) -> list[str]:
+    """Set flow runs of Headway to Crashed that are Running or Pending from before `since`, that nobody has heard of
+    since, and of which `lives(flow_run_id, name)` knows no process. Returns their names. A server that does not answer
+    is asked no more: the next start looks again."""
+    found = servers.prefect_call(api_url, auth, "POST", "/flow_runs/filter", {
+        "flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}, "flows": {"name": {"any_": list(FLOWS)}}})
+    crashed = list[str]()
+    for run in found or ():
+        begun = datetime.fromisoformat(run["state"]["timestamp"])
+        if begun >= since or lives(run["id"], run["name"]) or _heard(api_url, auth, run["id"], since):
+            continue
+        state = {"type": "CRASHED", "name": "Crashed",
+                 "message": f"nothing heard since {since.isoformat(timespec='seconds')}, when the server was started "
+                            "again: its process is gone; Retry goes on with its run"}
+        place = f"/flow_runs/{run['id']}/set_state"
+        if servers.prefect_call(api_url, auth, "POST", place, {"state": state}) is not None:
+            crashed.append(run["name"])
+    return crashed
+
+
+def _heard(api_url: str, auth: str | None, flow_run: str, since: datetime) -> bool:
+    """Whether it has said anything since; one of which that cannot be known counts as heard."""
+    found = servers.prefect_call(api_url, auth, "POST", "/events/filter", {"limit": 1, "filter": {
+        "occurred": {"since": since.isoformat()}, "resource": {"id": [f"prefect.flow-run.{flow_run}"]}}})
+    return found is None or bool(found["events"])

@@ -20,10 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
 from rl_core.errors import DeadPart
+from rl_core.run_dir import RunDir, owner_is_alive
 from tasks import databases, keeper, kept, servers, silent_runs
 from tasks.kept import Kept, Service, Settings
 from tasks.servers import Process
@@ -80,6 +82,8 @@ class Supervisor:
         self.kept = Kept(supervisor=Process(os.getpid(), started), since_us=time.time_ns() // 1000,
                          services={one.name: self._found(one) for one in self.watched})
         self._stop = threading.Event()
+        self._up_since: tuple[float, datetime] | None = None
+        """When Prefect became ready, until runs from before have been looked for."""
         end_strays(home, self.kept)
 
     def _found(self, one: Watched) -> Service:
@@ -125,6 +129,16 @@ class Supervisor:
                 self.kept = kept.changed(self.kept, service)
         if self.kept != before:
             kept.write(self._home, self.kept)
+        if self._up_since is not None and self._clock() > self._up_since[0] + silent_runs.HEARD_AGAIN_S:
+            since, self._up_since = self._up_since[1], None
+            silent_runs.crash_the_dead(self._api, self._auth, since, self._lives)
+
+    def _lives(self, flow_run: str, name: str) -> bool:
+        """Whether a process of this flow run is here: a worker's, or the owner of the run by whose key it is named."""
+        try:
+            return flow_run in kept.flow_runs(self._home).values() or owner_is_alive(RunDir(self._home / "runs" / name))
+        except OSError:
+            return False
 
     def _step(self, one: Watched, service: Service) -> Service:
         now = self._clock()
@@ -170,6 +184,7 @@ class Supervisor:
 
     def _ready(self, one: Watched, service: Service) -> Service:
         if one.name == "prefect":
+            self._up_since = self._clock(), datetime.now(UTC)
             with suppress(ProcessLookupError, PermissionError):  # it started at full speed; beside training it yields
                 assert service.process is not None
                 os.setpriority(os.PRIO_PROCESS, service.process.pid, servers.PREFECT_NICE)
@@ -213,12 +228,13 @@ class Supervisor:
         base.mkdir(parents=True, exist_ok=True)
         command = servers.prefect_command(self._settings.prefect_port)
         env = servers.prefect_env(self._home, self._settings.prefect_port, self._auth) | self._mark()
+        silent_runs.forget_windows(self._home)
         log, first = kept.log(self._home, "prefect"), not servers.migrated(base)
-        with servers.first_start(base):
+        with servers.first_start(base, START_S, self._tick):
             process = servers.spawn(command, env, cwd=base, log=log)
             if first:  # nobody else may begin meanwhile
-                servers.wait("Prefect server", process, log, time.monotonic() + START_S,
-                             lambda: servers.prefect_answers(self._api, self._auth), self._tick)
+                servers.wait("Prefect server", process, log, START_S,
+                             lambda: servers.prefect_answers(self._api, self._auth), self._tick, setting="")
         return process
 
     def _tick(self) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rl_core.errors import DeadlinePassed, DeadPart, WorkerDead
+from rl_core.errors import DeadlinePassed, DeadPart, FailureBudgetSpent, WorkerDead
+from rl_core.run_log import STORY
 from rl_core.types import WeightVersion
 from rl_core.versions import pin, pinned_versions, read_versions, unpin
 from tasks.waiting import waiting
@@ -26,6 +27,27 @@ PIN = "validate"
 AT_MOST_WAITING = 2
 """One that runs and one that waits: a third lets the learner wait, so that pinned weights do not pile up."""
 LOOK_S = 0.05
+
+
+class ValidatorDeaths:
+    """Deaths of the validation engine in one attempt, against `failure.validation_restarts`."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed, self._count = allowed, 0
+
+    @property
+    def budget(self) -> tuple[int, int]:
+        """What is spent, and what is allowed."""
+        return self._count, self._allowed
+
+    def note(self, death: DeadPart) -> None:
+        """Raises FailureBudgetSpent for one too many."""
+        self._count += 1
+        STORY.warning("the validation engine died and is started again (%d of %d): %s", self._count, self._allowed,
+                      death)
+        if self._count > self._allowed:
+            raise FailureBudgetSpent(f"the validation engine died {self._count} times in this attempt "
+                                     f"(failure.validation_restarts = {self._allowed}); the last: {death}") from death
 
 
 @task(name="validate", task_run_name="validate-{step}", cache_policy=NO_CACHE, persist_result=False)
@@ -43,14 +65,18 @@ def validate(owner: Owner, step: int, version: WeightVersion) -> dict[str, Any]:
 
 
 def _measure(owner: Owner, version: WeightVersion, step: int) -> dict[str, Any]:
-    """Ask the engine; a dead one is started again once, and a lent server that died is replaced by another one."""
-    try:
-        return _ask(owner, version, step)
-    except DeadlinePassed:
-        raise
-    except DeadPart:
-        owner.restart_validator()
-        return _ask(owner, version, step)
+    """Ask the engine; a dead one is started again within its budget, and a lent server that died is replaced by another
+    one. Raises FailureBudgetSpent, DeadlinePassed."""
+    death: DeadPart | None = None
+    while True:
+        try:
+            if death is not None:
+                owner.restart_validator(death)
+            return _ask(owner, version, step)
+        except DeadlinePassed:
+            raise
+        except DeadPart as newest:  # also of the engine that was to replace it
+            death = newest
 
 
 def _ask(owner: Owner, version: WeightVersion, step: int) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """What the owner's threads wait for now, on whom, since when, until when: for the status view and the stall report.
 
 Every wait of the owner that can last is noted here while it lasts: `with waiting("rollout-0", "swap", 60.0): ...`.
-Notes decide nothing; the waits keep their own deadlines.
+Notes decide nothing; the waits keep their own deadlines. A wait that can come where no owner reports what is noted, in
+a command that starts or ends something, says it itself: `waiting_aloud`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SHOWN_S = 1.0
@@ -53,10 +57,12 @@ class Wait:
 _numbers = itertools.count()
 _now: dict[int, Wait] = {}
 _lock = threading.Lock()
+_looked_at = -math.inf
+"""When a StallReport of this process looked last, clock of time.monotonic."""
 
 
 @contextmanager
-def waiting(on: str, what: str, deadline_s: float | None, why: Callable[[], str] = lambda: "") -> Iterator[None]:
+def waiting(on: str, what: str, deadline_s: float | None, why: Callable[[], str] = lambda: "") -> Iterator[Wait]:
     """Note that this thread waits on somebody for something, until the block ends; `why()` is asked when one looks."""
     thread = threading.current_thread()
     who = MAIN if thread is threading.main_thread() else thread.name
@@ -65,10 +71,30 @@ def waiting(on: str, what: str, deadline_s: float | None, why: Callable[[], str]
     with _lock:
         _now[number] = wait
     try:
-        yield
+        yield wait
     finally:
         with _lock:
             del _now[number]
+
+
+@contextmanager
+def waiting_aloud(on: str, what: str, deadline_s: float | None, why: Callable[[], str] = lambda: "",
+                  every_s: float = STALL_S) -> Iterator[Callable[[], None]]:
+    """The same for a loop that looks again and again: it calls what it gets each time, `with ... as look: look()`.
+
+    Says on stderr who waits on whom each `every_s` seconds of the wait, unless a StallReport does.
+    """
+    said = 0
+    with waiting(on, what, deadline_s, why) as wait:
+        def look() -> None:
+            nonlocal said
+            due = int(wait.waited_s() / every_s)
+            if due > said and time.monotonic() - _looked_at > every_s:
+                told = replace(wait, who=f"this process (pid {os.getpid()})") if wait.who == MAIN else wait
+                print(f"stall: {told}", file=sys.stderr, flush=True)
+            said = due
+
+        yield look
 
 
 def waits(at_least_s: float = SHOWN_S) -> list[Wait]:
@@ -92,6 +118,8 @@ class StallReport:
 
     def look(self) -> str | None:
         """A new report if one is due, else None."""
+        global _looked_at
+        _looked_at = time.monotonic()
         stalled = waits(self._every_s)
         due = {wait: int(wait.waited_s() / self._every_s) for wait in stalled}
         news = any(count > self._said.get(wait, 0) for wait, count in due.items())

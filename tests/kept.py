@@ -106,6 +106,16 @@ class KeptHome(Home):
             time.sleep(1)
         raise AssertionError((deployment, parameters))
 
+    def planted(self, flow: str, state: str) -> str:
+        """Id of a flow run in this state from now on, whose process never was."""
+        flow_id = self.ask("POST", "/flows/", {"name": flow})["id"]
+        made = self.ask("POST", "/flow_runs/", {"flow_id": flow_id, "name": f"{flow}-{uuid4().hex[:8]}",
+                                                "state": {"type": "SCHEDULED", "name": "Late"}})["id"]
+        if state != "SCHEDULED":
+            asked = {"force": True, "state": {"type": state, "name": state.title()}}
+            assert self.ask("POST", f"/flow_runs/{made}/set_state", asked) is not None
+        return made
+
     def flow_run(self, flow_run: str) -> dict[str, Any]:
         return self.ask("GET", f"/flow_runs/{flow_run}")
 

@@ -93,18 +93,18 @@ class Home:
                  if not name.startswith(("PREFECT_", "RAY_", "MLFLOW_", "HEADWAY_"))}
         return clean | {"HEADWAY_HOME": str(self.path), "PYTHONUNBUFFERED": "1"}
 
-    def start(self, verb: str, *args: str, key: str = "", cwd: Path | None = None) -> Command:
-        process = subprocess.Popen([sys.executable, "-m", "flows.cli", verb, *args], env=self.environ, text=True,
-                                   cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                                   preexec_fn=_hear_interrupts)
+    def start(self, verb: str, *args: str, key: str = "", cwd: Path | None = None, **environ: str) -> Command:
+        process = subprocess.Popen([sys.executable, "-m", "flows.cli", verb, *args], env=self.environ | environ,
+                                   text=True, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   start_new_session=True, preexec_fn=_hear_interrupts)
         return Command(process, self.run(key))
 
     def train(self, key: str, *settings: str, cwd: Path | None = None) -> Command:
         sets = [word for setting in settings for word in ("--set", setting)]
         return self.start("train", "--preset", "tiny-cpu", *sets, "--run-key", key, "--json", key=key, cwd=cwd)
 
-    def call(self, verb: str, *args: str) -> Command:
-        command = self.start(verb, *args)
+    def call(self, verb: str, *args: str, **environ: str) -> Command:
+        command = self.start(verb, *args, **environ)
         command.wait()
         return command
 

@@ -11,10 +11,29 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Set
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from rl_core.experience.audit_facts import Facts, Place, Row, ranges, read_facts
+from rl_core.experience.audit_states import (
+    ENDED,
+    POSITION_STATES,
+    ROW_STATES,
+    SHARD_STATES,
+    AuditedPrompt,
+    AuditedShard,
+    Standing,
+    as_json,
+    count_dropped,
+    count_failed_groups,
+    count_filtered,
+    count_rows,
+    list_prompts,
+    list_shards,
+    states_of_positions,
+    states_of_rows,
+    states_of_shards,
+)
 from rl_core.experience.ledger import CONSUMER
 from rl_core.experience.shards import shard_key
 from rl_core.offline import Taken, read_taken
@@ -23,22 +42,6 @@ from rl_core.rescoring import origin_of, rescored_shards
 from rl_core.revisions import read_config
 from rl_core.run_dir import RunDir, owner_is_alive
 from rl_core.types import Claim, ClaimedGroup, group_id, parse_group_id
-
-POSITION_STATES: Final = (
-    "trained", "voided", "filtered", "dropped", "failed", "poison", "given_up", "pending", "leased", "unleased",
-    "absent", "lost")
-"""`dropped` and `failed` wait for another try. No file names the last four: `leased` is in flight, or about to be
-leased again, while the run has an owner; `unleased` is what an owner that is gone had in flight, first to be leased by
-the next one; `absent` is what no shard holds that a run has taken from another one (offline.md); `lost` is what nobody
-leases again, since the data has ended: a violation."""
-ENDED: Final = ("trained", "voided", "filtered", "poison", "given_up", "pending")
-"""States that the end of the data leaves; `pending` are the groups that were too few for a step."""
-ROW_STATES: Final = (
-    "unverified", "claimed", "void", "dropped", "filtered", "duplicate", "fenced", "eligible", "quarantined")
-"""`dropped` holds rows whose group has an outcome, too."""
-SHARD_STATES: Final = ("eligible", "claimed", "dropped", "duplicate", "quarantined", "unverified", "retired")
-"""A shard is what the first of these says that fits any of its rows: a row waits, is claimed (or its step void), has
-ended otherwise; all are duplicates. A retired one is not there any more."""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +61,9 @@ class AuditReport:
     filtered: dict[str, int] = field(default_factory=dict[str, int])
     """Groups that a filter left out, by reason: `no_spread` (landed, then dropped), or what the filter said of a group
     that has not landed. Each has finished its position."""
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    """Groups that landed and that no step takes, by reason (DropReason), without those that a filter left out. Each is
+    followed by another try of its position, or by the end of its tries."""
     failed: dict[str, int] = field(default_factory=dict[str, int])
     """Tries of answers that failed and were sampled again, or left a partial group, in groups that landed, by reason;
     those of retired shards are not known any more."""
@@ -67,58 +73,57 @@ class AuditReport:
     """Of a run on another run's shards: `run_key` and `run_uuid` of that one, whether they are `rescored`, and
     `shards`: each of this run -> the one there."""
     violations: list[str] = field(default_factory=list[str])
+    each_prompt: list[AuditedPrompt] | None = None
+    """Every position below the frontier, in the order of the data; None where it was not asked for."""
+    each_shard: list[AuditedShard] | None = None
+    """Every shard, in order of stream and number; None where it was not asked for."""
 
     @property
     def holds(self) -> bool:
         return not self.violations
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "holds": self.holds}
+        """The object of `headway audit --json`, with `holds`."""
+        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "holds": self.holds,
+                "each_prompt": as_json(self.each_prompt), "each_shard": as_json(self.each_shard)}
 
 
-def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = None,
-          consumer: str = CONSUMER) -> AuditReport:
+def audit(run: RunDir, *, n_prompts: int | None = None, epochs: int | None = None, consumer: str = CONSUMER,
+          each_prompt: bool = False, each_shard: bool = False) -> AuditReport:
     """Check a run directory, live or not. Reads and verifies every shard.
 
     `n_prompts`: positions of a dataset epoch; `epochs`: how many there are. With them, positions that no file names are
-    counted at the end of a dataset epoch too. None: not known, or endless.
+    counted at the end of a dataset epoch too. None: not known, or endless. `each_prompt` and `each_shard`: with these
+    lists, as long as the run; they are made of what has been read for the counts.
     """
     facts = read_facts(run, consumer)
     claimed = _check_claims(facts)
     _check_revisions(run, facts)
     _check_tries(facts)
     _check_dropped(facts)
-    judged = _judged(facts, claimed)
-    rows = _row_states(facts, judged)
-    shard_states = _shard_states(facts, judged)
-    state_of = _position_states(facts)
-    nameless = _without_trace(state_of.keys(), n_prompts, epochs if facts.data_ended else None)
-    positions, taken = Counter(state_of.values()), read_taken(run)
-    positions["absent" if taken else "lost" if facts.data_ended else "leased" if owner_is_alive(run) else "unleased"] \
-        = sum(len(missing) for missing in nameless.values())
+    judged = states_of_rows(facts, claimed)
+    rows, shards = count_rows(facts, judged), Counter(states_of_shards(facts, judged).values())
+    standing = states_of_positions(facts)
+    nameless = _without_trace(standing.keys(), n_prompts, epochs if facts.data_ended else None)
+    positions, taken = Counter(at.state for at in standing.values()), read_taken(run)
+    nameless_state = \
+        "absent" if taken else "lost" if facts.data_ended else "leased" if owner_is_alive(run) else "unleased"
+    positions[nameless_state] = sum(len(missing) for missing in nameless.values())
     origin = None if taken is None else _origin(run, facts, taken)
-    _check_end(facts, state_of, nameless)
+    _check_end(facts, standing, nameless)
     records = recorded_steps(run)
     facts.violations += [f"step {k} has a record but no claim" for k in records if not run.claim(k, consumer).exists()]
     facts.violations += [f"step {k} is void but has a record" for k in records if k in facts.voided]
-    last = max(state_of, default=(0, -1))
+    last = max(standing, default=(0, -1))
     return AuditReport(
         positions={state: positions[state] for state in POSITION_STATES},
         rows={state: rows[state] for state in ROW_STATES}, frontier=(last[0], last[1] + 1), claims=len(facts.claims),
-        recorded=len(records), violations=facts.violations, shards=sum(shard_states.values()),
-        shard_states={state: shard_states[state] for state in SHARD_STATES}, filtered=_filtered(facts), origin=origin,
-        failed=dict(sorted(facts.failed.items())), failed_groups=_failed_groups(facts))
-
-
-def _filtered(facts: Facts) -> dict[str, int]:
-    reasons = Counter(o.reason for o in facts.outcomes.values() if o.kind == "filtered")
-    reasons += Counter("no_spread" for reason in facts.dropped.values() if reason == "filtered")
-    return dict(sorted(reasons.items()))
-
-
-def _failed_groups(facts: Facts) -> dict[str, int]:
-    reasons = Counter(o.reason for o in facts.outcomes.values() if o.kind != "filtered")
-    return dict(sorted(reasons.items()))
+        recorded=len(records), violations=facts.violations, shards=shards.total(),
+        shard_states={state: shards[state] for state in SHARD_STATES}, filtered=count_filtered(facts),
+        dropped=count_dropped(facts), failed=dict(sorted(facts.failed.items())),
+        failed_groups=count_failed_groups(facts), origin=origin,
+        each_prompt=list_prompts(facts, standing, nameless, nameless_state) if each_prompt else None,
+        each_shard=list_shards(facts, judged, claimed) if each_shard else None)
 
 
 # -- shards of another run
@@ -231,81 +236,6 @@ def _check_dropped(facts: Facts) -> None:
                              for name in sorted(absent)]
 
 
-# -- states
-
-
-def _row_states(facts: Facts, judged: list[tuple[Row, str]]) -> Counter[str]:
-    states = Counter(state for _, state in judged)
-    states["unverified"] = sum(facts.unverified.values())
-    states["quarantined"] = sum(facts.quarantined.values())
-    return states
-
-
-def _shard_states(facts: Facts, judged: list[tuple[Row, str]]) -> Counter[str]:
-    of_rows: dict[str, set[str]] = defaultdict(set)
-    for row, state in judged:
-        of_rows[row.shard].add(state)
-    states = Counter(quarantined=len(facts.quarantined), unverified=len(facts.unverified), retired=len(facts.retired))
-    for shard, found in of_rows.items():
-        if shard not in facts.retired:
-            states["eligible" if "eligible" in found else "claimed" if found & {"claimed", "void"}
-                   else "duplicate" if found == {"duplicate"} else "dropped"] += 1
-    return states
-
-
-def _judged(facts: Facts, claimed: dict[str, tuple[str, int, int]]) -> list[tuple[Row, str]]:
-    """Every row with its state."""
-    states: list[tuple[Row, str]] = []
-    judged: dict[str, Row] = {}
-    for row in sorted(facts.rows, key=lambda r: (-r.idx_min, r.shard, r.row)):
-        if row.group_id in claimed:
-            shard, number, step = claimed[row.group_id]
-            mine = (row.shard, row.row) == (shard, number)
-            states.append((row, "duplicate" if not mine else "void" if step in facts.voided else "claimed"))
-        elif row.group_id in judged:
-            states.append((row, "duplicate"))
-        else:
-            judged[row.group_id] = row
-            reason = facts.dropped.get(row.group_id)
-            ended = "dropped" if row.group_id in facts.outcomes or reason else "eligible"
-            states.append((row, reason if reason in ("filtered", "fenced") else ended))
-    return states
-
-
-def _position_states(facts: Facts) -> dict[Place, str]:
-    """The one state of every position that a file names."""
-    found: dict[Place, set[str]] = defaultdict(set)
-    latest: dict[Place, tuple[int, str]] = {}
-    for claim in facts.claims:
-        for group in claim.groups:
-            state = "voided" if claim.step in facts.voided else "trained"
-            found[group.dataset_epoch, group.position].add(state)
-    for name, outcome in facts.outcomes.items():
-        place = (outcome.dataset_epoch, outcome.position)
-        if outcome.kind == "failed":
-            _later(latest, place, parse_group_id(name)[2], "failed")
-        else:
-            found[place].add(outcome.kind)
-    for row in facts.rows:
-        reason, try_no = facts.dropped.get(row.group_id), parse_group_id(row.group_id)[2]
-        if reason == "filtered":
-            found[row.place].add("filtered")
-        elif row.group_id not in facts.outcomes:
-            _later(latest, row.place, try_no, "dropped" if reason else "pending")
-    states: dict[Place, str] = {}
-    for place in latest.keys() | found.keys():
-        final = found.get(place, set())
-        if len(final) > 1:
-            facts.violations.append(f"dataset epoch {place[0]} position {place[1]} is {' and '.join(sorted(final))}")
-        states[place] = min(final) if final else latest[place][1]
-    return states
-
-
-def _later(latest: dict[Place, tuple[int, str]], place: Place, try_no: int, state: str) -> None:
-    """The highest try says in which state a position is that is not finished."""
-    latest[place] = max(latest.get(place, (-1, "")), (try_no, state))
-
-
 def _without_trace(places: Set[Place], n_prompts: int | None, epochs: int | None) -> dict[int, list[int]]:
     """Dataset epoch -> positions below the frontier that no file names; of `epochs` whole ones if given."""
     above: dict[int, int] = {}
@@ -320,7 +250,7 @@ def _without_trace(places: Set[Place], n_prompts: int | None, epochs: int | None
     return missing
 
 
-def _check_end(facts: Facts, state_of: dict[Place, str], nameless: dict[int, list[int]]) -> None:
+def _check_end(facts: Facts, standing: dict[Place, Standing], nameless: dict[int, list[int]]) -> None:
     """What the record of the end says of the claims, and of every position once the data has ended."""
     if facts.end is None:
         return
@@ -329,12 +259,12 @@ def _check_end(facts: Facts, state_of: dict[Place, str], nameless: dict[int, lis
     if not facts.data_ended:
         return
     unfinished: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for (epoch, position), state in state_of.items():
-        if state not in ENDED:
-            unfinished[epoch, state].append(position)
+    for (epoch, position), at in standing.items():
+        if at.state not in ENDED:
+            unfinished[epoch, at.state].append(position)
     unfinished.update(((epoch, "lost"), missing) for epoch, missing in nameless.items() if missing)
     facts.violations += [f"dataset epoch {epoch} position {ranges(positions)} is {state}, but the data has ended"
                          for (epoch, state), positions in sorted(unfinished.items())]
-    pending = Counter(state_of.values())["pending"]
+    pending = sum(at.state == "pending" for at in standing.values())
     if pending != facts.end.left_over:
         facts.violations.append(f"{pending} groups wait, but the data ended with {facts.end.left_over} left over")

@@ -65,6 +65,8 @@ class Facts:
     retired: set[str] = field(default_factory=set[str])
     """Shards that retention has removed; their rows are in `rows`, as claims and the ledger tell of them."""
     quarantined: dict[str, int] = field(default_factory=dict[str, int])
+    damage: dict[str, str] = field(default_factory=dict[str, str])
+    """Shard -> why it is in quarantine, or does not verify."""
     outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
     failed: Counter[str] = field(default_factory=Counter[str])
     """Reason -> tries of answers that failed in groups that landed all the same, of the shards that verify."""
@@ -156,14 +158,14 @@ def _add_drops(facts: Facts, where: str, drops: tuple[Drop, ...]) -> None:
 def _read_shards(run: RunDir, facts: Facts) -> Gone:
     missing: Gone = {}
     reports = [read_json(path) for path in sorted(run.quarantine.glob("*.json"))]
-    bad = {shard_key(report["stream"], report["seq"]) for report in reports if "seq" in report}
+    bad = {shard_key(report["stream"], report["seq"]): str(report["error"]) for report in reports if "seq" in report}
     for stream in stream_names(run.streams):
         listed = [int(hit.group(1)) for name in stream_names(run.stream(stream)) if (hit := SHARD_NAME.fullmatch(name))]
         gone = [seq for seq in set(range(max(listed, default=0))).difference(listed)
                 if not run.shard(stream, seq).exists()]  # a listing may miss what lands meanwhile
         for seq in listed:
             try:
-                _read_shard(run, facts, stream, seq, quarantined=shard_key(stream, seq) in bad)
+                _read_shard(run, facts, stream, seq, bad.get(shard_key(stream, seq)))
             except FileNotFoundError:  # retired meanwhile
                 gone.append(seq)
         if gone:
@@ -171,16 +173,18 @@ def _read_shards(run: RunDir, facts: Facts) -> Gone:
     return missing
 
 
-def _read_shard(run: RunDir, facts: Facts, stream: str, seq: int, *, quarantined: bool) -> None:
+def _read_shard(run: RunDir, facts: Facts, stream: str, seq: int, damage: str | None) -> None:
+    """`damage`: what its report in quarantine says; None where there is none."""
     key = shard_key(stream, seq)
     try:
         info = verify_shard(run.shard(stream, seq))
         metas = cast("list[str]", map_shard(run.shard(stream, seq))[0].column("meta_json").to_pylist())
-    except ShardCorrupt:
-        (facts.quarantined if quarantined else facts.unverified)[key] = _stated_rows(run, key)
+    except ShardCorrupt as error:
+        (facts.unverified if damage is None else facts.quarantined)[key] = _stated_rows(run, key)
+        facts.damage[key] = damage or str(error)
         return
-    if quarantined:
-        facts.quarantined[key] = info.rows
+    if damage is not None:
+        facts.quarantined[key], facts.damage[key] = info.rows, damage
         return
     facts.digests[key] = info.shard_digest
     for meta in metas:

@@ -55,16 +55,26 @@ def icepop(weights_S: Tensor, low: float, high: float) -> Tensor:
     return weights_S.where((weights_S >= low) & (weights_S <= high), 0.0)
 
 
+def uncut_weights(d_S: Tensor, sequence_S: Tensor, sequences: int, settings: CorrectionConfig) -> Tensor:
+    """Weights of the level that the settings apply, or those of their function, before they are cut or normalised,
+    `[S]`; token weights for `weights: none`."""
+    if settings.weights == "none":
+        return level_weights(d_S, sequence_S, sequences, "token")
+    if settings.weights == "function":
+        assert settings.path is not None  # combinations.py
+        return own_weights(d_S, sequence_S, sequences, settings.path)
+    level = settings.weights.partition("_")[0]
+    return level_weights(d_S, sequence_S, sequences, level)  # pyright: ignore[reportArgumentType]
+
+
 def correction_weights(d_S: Tensor, sequence_S: Tensor, sequences: int, settings: CorrectionConfig) -> Tensor | None:
     """Weights by their settings, before they are normalised; None for `weights: none`."""
     if settings.weights == "none":
         return None
+    weights_S = uncut_weights(d_S, sequence_S, sequences, settings)
     if settings.weights == "function":
-        assert settings.path is not None  # combinations.py
-        return own_weights(d_S, sequence_S, sequences, settings.path)
-    level, rule = settings.weights.split("_")
-    weights_S = level_weights(d_S, sequence_S, sequences, level)  # pyright: ignore[reportArgumentType]
-    if rule == "truncate":
+        return weights_S
+    if settings.weights.endswith("_truncate"):
         return truncate(weights_S, settings.cap)
     return icepop(weights_S, settings.icepop_low, settings.icepop_high)
 

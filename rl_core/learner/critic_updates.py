@@ -18,6 +18,7 @@ from rl_core.learner.plan import StepPlan
 from rl_core.learner.ranks import Ranks, to_list
 from rl_core.learner.sums import NAN, share
 from rl_core.learner.value_loss import value_loss
+from rl_core.learner.whole import Draw
 
 
 class CriticUpdates:
@@ -36,20 +37,26 @@ class CriticUpdates:
         settings = plan.learner.critic
         set_optimizer(optimizer, plan.learner, settings.lr, settings.weight_decay)
 
-    def update(self, minibatch: Minibatch) -> None:
-        """One optimizer update, or a skipped one where loss or gradient is not finite, on all ranks alike."""
+    def update(self, minibatch: Minibatch, draw: Draw | None = None) -> None:
+        """One optimizer update, or a skipped one where loss or gradient is not finite, on all ranks alike.
+
+        `draw`: the answers that it is of, as often as they were drawn; None = all of the minibatch, once each.
+        """
         self.steps.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64)
         for micro in minibatch.micros:
-            loss = loss + self._backward(micro, minibatch)
+            loss = loss + self._backward(micro, minibatch, draw)
         self.steps.take(list(self.critic.parameters()), loss, self.plan.learner.critic.max_grad_norm)
 
-    def _backward(self, micro: Micro, minibatch: Minibatch) -> Tensor:
+    def _backward(self, micro: Micro, minibatch: Minibatch, draw: Draw | None) -> Tensor:
         """Add this micro-batch's gradient; returns its share of the loss, the mean over tokens, detached float64."""
         value_S = self.critic(micro.inputs).value_S
         before_S, clip = self.asked.value[micro.number], self.plan.learner.critic.clip
         loss_S = value_loss(value_S, before_S, self.returns[micro.number], clip=clip)
-        loss = aggregate(loss_S, micro.sequence_S, self.tokens_M, minibatch.denominators, "token_mean",
+        denominators = minibatch.denominators
+        if draw is not None:
+            loss_S, denominators = loss_S * draw.copies_M[micro.sequence_S], draw.denominators()
+        loss = aggregate(loss_S, micro.sequence_S, self.tokens_M, denominators, "token_mean",
                          max_new_tokens=self.plan.max_new_tokens)
         (loss * self.ranks.loss_scale).backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         self._clipped += ((value_S.detach() - before_S).abs() > clip).sum().double().cpu()

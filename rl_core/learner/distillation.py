@@ -22,8 +22,14 @@ def distillation_loss(policy_S: Tensor, teacher_S: Tensor, estimator: str) -> Te
 
 
 def forward_topk(policy_SK: Tensor, teacher_SK: Tensor) -> Tensor:
-    """sum over the teacher's k most likely tokens of T_v (log T_v - log pi_v), all other tokens as one, `[S]`."""
-    return (teacher_SK.exp() * (teacher_SK - policy_SK)).sum(-1) + _rest(policy_SK, teacher_SK)
+    """sum over the teacher's k most likely tokens of T_v (log T_v - log pi_v), all other tokens as one, `[S]`.
+
+    A token with a log-prob of minus infinity adds 0: where it is the teacher's since T log T is 0, where it is the
+    policy's since no gradient brings it back.
+    """
+    never_SK = torch.isneginf(teacher_SK) | torch.isneginf(policy_SK.detach())
+    apart_SK = teacher_SK.masked_fill(never_SK, 0.0) - policy_SK.masked_fill(never_SK, 0.0)
+    return (teacher_SK.exp() * apart_SK).sum(-1) + _rest(policy_SK, teacher_SK)
 
 
 def _rest(policy_SK: Tensor, teacher_SK: Tensor) -> Tensor:

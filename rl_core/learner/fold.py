@@ -189,7 +189,8 @@ class Fold:
         """
         claim, rows, config = trained.claim, trained.rows, trained.config
         first = {step: value for step, value in self.first_mismatch.items() if step < claim.step}
-        found = {**experience_metrics(rows, claim), **token_metrics(trained.facts, len(rows.reward_N)),
+        found = {**experience_metrics(rows, claim),
+                 **token_metrics(trained.facts, len(rows.reward_N), trained.result.totals["tokens"]),
                  **update_metrics(trained.result, learning_rate(claim.step, config), alarm_bounds(config, first)),
                  **trained.beside}
         own = own_metrics(config.learner.metrics, rows, claim, found)

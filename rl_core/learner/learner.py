@@ -119,8 +119,8 @@ class Learner:
     def restore(self, attempt: int | None = None) -> int:
         """Take up the newest whole checkpoint, or the initial model; returns the next step.
 
-        A damaged checkpoint: the one before it, in the end the initial model. Raises CheckpointDamaged if that is not
-        whole either.
+        A damaged checkpoint: the one before it. Raises CheckpointDamaged if none is whole, unless the initial model
+        counts as one (`newest_whole`).
         """
         with self._owned(attempt):
             if self._ranks.rank == 0:
@@ -348,7 +348,7 @@ class Learner:
             yield
 
     def _load(self) -> None:
-        saved = newest_whole(self._run)
+        saved = newest_whole(self._run, self._config.retention.replay)
         self._next = self._fold.load(saved)
         if saved is None:
             self._revision = 0

@@ -31,14 +31,33 @@ class TokenLogprobs(NamedTuple):
 
 def chosen_logprobs(logits_SV: Tensor, target_S: Tensor, temperature_S: Tensor, *,
                     entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[target] and the entropy of that distribution, both `[S]` float32."""
-    scaled_SV = logits_SV.float() / temperature_S[:, None]
-    log_SV = scaled_SV.log_softmax(-1)
+    """log softmax(logits / temperature)[target] and the entropy of that distribution, both `[S]` float32.
+
+    A logit may be minus infinity: that token has log-prob minus infinity, and no part in the entropy.
+    """
+    log_SV = (logits_SV.float() / temperature_S[:, None]).log_softmax(-1)
     logprob_S = log_SV.gather(-1, target_S[:, None]).squeeze(-1)
-    if not entropy_gradient:
-        log_SV = log_SV.detach()
-    entropy_S = -(log_SV.exp() * log_SV).sum(-1)
+    entropy_S = cast(Any, _Entropy).apply(log_SV if entropy_gradient else log_SV.detach())
     return logprob_S, entropy_S
+
+
+class _Entropy(torch.autograd.Function):
+    """-sum p log p with 0 log 0 = 0, from log p `[S, V]`; its gradient is 0 where p is 0.
+
+    A function of its own, since autograd makes NaN of p = 0, and keeps p and log p both. This one keeps log p, which
+    log_softmax keeps anyway, and holds one more tensor of that size at a time, two in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_SV: Tensor) -> Tensor:
+        ctx.save_for_backward(log_SV)
+        return -log_SV.exp().mul_(log_SV).masked_fill_(log_SV == -torch.inf, 0.0).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        [gradient_S], [log_SV] = gradients, ctx.saved_tensors
+        slope_SV = (log_SV + 1.0).mul_(log_SV.exp()).masked_fill_(log_SV == -torch.inf, 0.0)
+        return slope_SV.mul_(-gradient_S[:, None])
 
 
 def head_logprobs(hidden_SH: Tensor, head: Head, target_S: Tensor, temperature_S: Tensor, *, chunk: int,

@@ -61,7 +61,7 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
             if plan.policy_learns:
                 run.update(minibatch, passed)
             if critic is not None:
-                critic.update(minibatch)
+                critic.update(minibatch, run.draw(minibatch, passed))
     updated_s = time.monotonic()
     if critic is not None:
         roles.critic_skipped_in_a_row = critic.steps.skipped_in_a_row

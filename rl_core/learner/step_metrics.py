@@ -58,8 +58,9 @@ def p95(values: NDArray[Any]) -> float:
 def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
     """Rewards, lengths and ages of the claim. What is right: rl_core/correctness.py.
 
-    A group without spread counts as right where all its answers are known to be, as wrong where one is known not to be,
-    and as neither where that is not known. A reward of a session counts once, however many trajectories it has.
+    Of several answers with one reward the group is all equal; that counts as right where all its answers are known to
+    be, as wrong where one is known not to be, and as neither where that is not known. A group of one is counted apart.
+    A reward of a session counts once, however many trajectories it has.
     """
     reward_N, length_N, first_N = rows.reward_N.astype(np.float64), rows.length_N, rows.first_N
     known_N, whole = _known(rows)
@@ -67,21 +68,22 @@ def experience_metrics(rows: ClaimRows, claim: Claim) -> dict[str, float]:
     lowest_G, highest_G = np.full(rows.groups, np.inf), np.full(rows.groups, -np.inf)
     np.minimum.at(lowest_G, rows.group_N, reward_N)
     np.maximum.at(highest_G, rows.group_N, reward_N)
-    flat_G = lowest_G == highest_G
     right_G = np.bincount(rows.group_N, weights=right_N, minlength=rows.groups) == rows.n_responses_G
     sessions_G = np.bincount(rows.group_N, weights=first_N, minlength=rows.groups)
+    equal_G = (lowest_G == highest_G) & (sessions_G > 1)
     wrong_G = np.bincount(rows.group_N, weights=wrong_N, minlength=rows.groups) > 0
     age_G = claim.idx - rows.idx_min_G if claim.policy != OFFLINE else np.full(rows.groups, NAN)
     return {
         "reward/mean": mean(reward_N[first_N]), "reward/std": float(reward_N[first_N].std()),
         "reward/greedy": mean(rows.baseline_G[np.isfinite(rows.baseline_G)]),
         "reward/correct": mean(known_N[first_N & np.isfinite(known_N)]) if whole else NAN,
-        "reward/no_spread_right": mean(flat_G & right_G), "reward/no_spread_wrong": mean(flat_G & wrong_G),
+        "reward/all_equal": mean(equal_G),
+        "reward/no_spread_right": mean(equal_G & right_G), "reward/no_spread_wrong": mean(equal_G & wrong_G),
         "rollout/length_mean": mean(length_N), "rollout/length_p95": p95(length_N),
         "rollout/length_right": mean(length_N[right_N]), "rollout/length_wrong": mean(length_N[wrong_N]),
         "rollout/right_length_p95": p95(length_N[right_N]), "rollout/wrong_length_p95": p95(length_N[wrong_N]),
         "rollout/truncated": mean(rows.finish_N == 1), "rollout/empty": mean((rows.finish_N == 0) & (length_N == 1)),
-        "rollout/partial": mean(sessions_G < rows.n_expected_G),
+        "rollout/partial": mean(sessions_G < rows.n_expected_G), "rollout/groups_of_one": mean(sessions_G == 1),
         "rollout/trajectories": len(reward_N) / int(first_N.sum()),
         "staleness/mean": mean(age_G), "staleness/p95": p95(age_G),
         "staleness/max": float(age_G.max()),
@@ -115,9 +117,11 @@ def by_source(rows: ClaimRows) -> dict[str, dict[str, float]]:
     return found
 
 
-def token_metrics(facts: TokenFacts, answers: int) -> dict[str, float]:
-    """Loss tokens, masks and update lag of the claim; `answers` is the number of its trajectories."""
-    return {"train/loss_tokens": facts.loss, "staleness/masked_tokens": facts.masked_by_age,
+def token_metrics(facts: TokenFacts, answers: int, measured: float) -> dict[str, float]:
+    """Loss tokens, masks and update lag of the claim; `answers` is the number of its trajectories, `measured` that of
+    the loss tokens whose proximal log-prob was seen (`StepResult.totals["tokens"]`)."""
+    return {"train/loss_tokens": facts.loss, "train/measured_tokens": share(measured, facts.loss),
+            "staleness/masked_tokens": facts.masked_by_age,
             "staleness/update_lag_mean": share(facts.lag, facts.sampled), "staleness/update_lag_max": facts.lag_max,
             "staleness/mixed": share(facts.mixed, answers)}
 
@@ -174,7 +178,7 @@ def correction_metrics(totals: Mapping[str, float], largest: Mapping[str, float]
         "train/weight_mean": mean, "train/weight_min": _finite(-largest["weight_max_inverse"]),
         "train/weight_std": math.sqrt(max(0.0, square - mean**2)) if tokens else NAN,
         "train/weight_under": share(totals["weight_under"], tokens),
-        "train/chi2_token": square - 1.0,
+        "train/chi2_token": share(totals["token_ratio_square"], tokens) - 1.0,
         "train/chi2_answer": share(totals["sequence_weight_square"], totals["sequences"]) - 1.0,
         "train/behavior_kl": share(totals["behavior_kl"], tokens),
         "train/behavior_k3": share(totals["behavior_k3"], tokens),

@@ -1,7 +1,9 @@
 """What a step adds up on its way: token sums and maxima by name, reduced over ranks once at the end.
 
-`anchor_sums` sees every loss token once, where its proximal log-prob is exact; `update_sums` and `correction_sums` see
-it in every update. `_S` loss tokens of one micro-batch, whole sequences only; `_M` sequences.
+`update_sums` and `correction_sums` see a loss token in every update. `anchor_sums` sees it once, and only where the
+proximal log-prob is exact: all of the claim where a pass is made for it, or in a step of one update. Bypass mode and a
+log-linear proximal make no pass, and behind the first update the weights have moved: there it sees the first minibatch
+alone. `_S` loss tokens of one micro-batch, whole sequences only; `_M` sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_core.correction_settings import CorrectionConfig
-from rl_core.learner.correction import LOG_RATIO_LIMIT, log_ratio
+from rl_core.learner.correction import LOG_RATIO_LIMIT, log_ratio, uncut_weights
 from rl_core.learner.kl import k3
 from rl_core.learner.losses.tokens import TokenLoss, Tokens
 from rl_core.learner.sequences import sequence_sum
@@ -46,7 +48,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Between which token weights are not cut or taken away."""
+    """Between which weights are not cut or taken away."""
 
     low: float
     high: float
@@ -61,8 +63,8 @@ class Bounds:
 
 ANCHOR_TOTALS = ("tokens", "current", "current_abs", "current_k3", "stale", "stale_abs", "stale_k3", "swapped",
                  "swapped_abs", "swapped_k3", "weight", "weight_square", "weight_truncated", "weight_under",
-                 "behavior_kl", "behavior_k3", "proximal_logprob", "behavior_logprob", "sequences",
-                 "sequence_weight_square")
+                 "token_ratio_square", "behavior_kl", "behavior_k3", "proximal_logprob", "behavior_logprob",
+                 "sequences", "sequence_weight_square")
 UPDATE_TOTALS = ("update_tokens", "entropy", "clip_low", "clip_high", "kl_proximal", "zero_advantage", "impossible",
                  "rejected_tokens", "update_sequences", "rejected_sequences")
 OTHER_TOTALS = ("other_tokens", "impossible_to_others", "kl_tokens", "kl_reference", "distilled_tokens", "distillation")
@@ -78,23 +80,25 @@ def stack(values: dict[str, Tensor], names: tuple[str, ...], absent: float) -> T
 
 @torch.no_grad()
 def anchor_sums(sums: Sums, proximal_S: Tensor, behavior_S: Tensor, lag_S: Tensor, swapped_S: Tensor,
-                sequence_S: Tensor, sequences: int, bounds: Bounds) -> None:
-    """Mismatch of proximal against behavior, apart for current, older and swapped tokens; token weights.
+                sequence_S: Tensor, sequences: int, correction: CorrectionConfig) -> None:
+    """Mismatch of proximal against behavior, apart for current, older and swapped tokens; and the weights of the level
+    that `correction` applies, before they are cut: at every token that of its answer, where the level is an answer's.
 
     Current: sampled by the very weights that the step starts from, and not behind a swap (whose keys and values are of
     older weights). Only there does a mismatch point at a bug. Tokens with a log-prob of minus infinity are left out;
     `update_sums` counts them.
     """
     there_S = ~(torch.isneginf(proximal_S) | torch.isneginf(behavior_S))
-    if not bool(there_S.all()):
-        proximal_S, behavior_S, lag_S, swapped_S, sequence_S = (
-            values[there_S] for values in (proximal_S, behavior_S, lag_S, swapped_S, sequence_S))
-    if not len(proximal_S):
+    if not bool(there_S.any()):
         return
-    difference_S = (proximal_S - behavior_S).abs()
+    difference_S = (proximal_S - behavior_S).masked_fill(~there_S, 0.0)  # as `possible` has it for the loss
+    weight_S = uncut_weights(difference_S, sequence_S, sequences, correction)
+    if not bool(there_S.all()):
+        proximal_S, behavior_S, lag_S, swapped_S, sequence_S, weight_S = (
+            values[there_S] for values in (proximal_S, behavior_S, lag_S, swapped_S, sequence_S, weight_S))
+    absolute_S, weight_S, bounds = (proximal_S - behavior_S).abs(), weight_S.double(), Bounds.of(correction)
     k3_S = k3(behavior_S, proximal_S)
     log_S = log_ratio(proximal_S, behavior_S)
-    weight_S = log_S.exp()
     current_S = (lag_S == 0) & ~swapped_S
     stale_S = (lag_S > 0) & ~swapped_S
     sequence_log_M = sequence_sum(log_S.double(), sequence_S, sequences)
@@ -102,13 +106,14 @@ def anchor_sums(sums: Sums, proximal_S: Tensor, behavior_S: Tensor, lag_S: Tenso
     mine_M[sequence_S] = True
     sums.add({
         "tokens": torch.tensor(float(len(proximal_S))),
-        "current": current_S.sum(), "current_abs": difference_S[current_S].sum(), "current_k3": k3_S[current_S].sum(),
-        "stale": stale_S.sum(), "stale_abs": difference_S[stale_S].sum(), "stale_k3": k3_S[stale_S].sum(),
-        "swapped": swapped_S.sum(), "swapped_abs": difference_S[swapped_S].sum(),
-        "swapped_k3": k3_S[swapped_S].sum(), "weight": weight_S.sum(),
-        "weight_square": weight_S.square().sum(), "weight_truncated": (weight_S > bounds.high).sum(),
-        "weight_under": (weight_S < bounds.low).sum(), "behavior_kl": -log_S.sum(), "behavior_k3": k3_S.sum(),
-        "proximal_logprob": proximal_S.sum(), "behavior_logprob": behavior_S.sum(), "sequences": mine_M.sum(),
+        "current": current_S.sum(), "current_abs": absolute_S[current_S].sum(), "current_k3": k3_S[current_S].sum(),
+        "stale": stale_S.sum(), "stale_abs": absolute_S[stale_S].sum(), "stale_k3": k3_S[stale_S].sum(),
+        "swapped": swapped_S.sum(), "swapped_abs": absolute_S[swapped_S].sum(), "swapped_k3": k3_S[swapped_S].sum(),
+        "weight": weight_S.sum(), "weight_square": weight_S.square().sum(),
+        "weight_truncated": (weight_S > bounds.high).sum(), "weight_under": (weight_S < bounds.low).sum(),
+        "token_ratio_square": log_S.double().mul(2).exp().sum(), "behavior_kl": -log_S.sum(),
+        "behavior_k3": k3_S.sum(), "proximal_logprob": proximal_S.sum(), "behavior_logprob": behavior_S.sum(),
+        "sequences": mine_M.sum(),
         "sequence_weight_square": (2 * sequence_log_M[mine_M].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp().sum()})
     sums.raise_to({"weight_max": weight_S.max(), "weight_max_inverse": -weight_S.min()})
 

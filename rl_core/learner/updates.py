@@ -29,8 +29,8 @@ from rl_core.learner.others import Others, other_terms, taught_advantage
 from rl_core.learner.plan import StepPlan, recomputes_proximal
 from rl_core.learner.policy import Policy
 from rl_core.learner.ranks import Ranks, to_list
-from rl_core.learner.sums import Bounds, Sums, anchor_sums, correction_sums, other_sums, stack, update_sums
-from rl_core.learner.whole import Whole, choose, gather, needs_whole, reads_policy, resample, select, selects
+from rl_core.learner.sums import Sums, anchor_sums, correction_sums, other_sums, stack, update_sums
+from rl_core.learner.whole import Draw, Whole, choose, drawn, gather, needs_whole, reads_policy, select, selects
 from rl_core.seeds import derive
 
 
@@ -47,7 +47,6 @@ class Updates:
         self.session_tokens_M = session_tokens(batch).to(ranks.device)[self.mine]
         """Those of its session: what a sequence is for the aggregation."""
         self.correction = correction_of(plan.learner)
-        self.bounds = Bounds.of(self.correction)
         self.bypass = self.correction.mode == "bypass"
         self.proximal: dict[int, Tensor] = {}
         """By number of the micro-batch; only where a pass was made."""
@@ -109,14 +108,15 @@ class Updates:
             mine_N[mine[micro.order_Q.cpu()]] = self.asked.behind[micro.number].double().cpu()
         return self.ranks.sum_tensor(mine_N).float()
 
-    def _whole(self, minibatch: Minibatch, passed: int) -> Whole:
-        """What the settings choose from the whole minibatch, of the weights as they are now."""
-        whole = self._choices(minibatch, passed) if needs_whole(self.learner) else Whole()
+    def draw(self, minibatch: Minibatch, passed: int) -> Draw | None:
+        """The answers of the minibatch drawn again, where the settings ask for it: the policy and the critic learn from
+        the same ones."""
         if self.learner.resampling == "none":
-            return whole
+            return None
         reward_N, tokens_N, group_N = (column(self.batch, "trajectory", name) for name in ("reward", "tokens", "group"))
-        return resample(whole, reward_N, tokens_N, group_N // self.plan.minibatch_groups == minibatch.number,
-                        self.learner, seed=self._lots(passed, minibatch))
+        copies_N = drawn(reward_N, tokens_N, group_N // self.plan.minibatch_groups == minibatch.number, self.learner,
+                         seed=self._lots(passed, minibatch))
+        return Draw(copies_N, copies_N.to(self.ranks.device)[self.mine], tokens_N)
 
     @torch.no_grad()
     def _choices(self, minibatch: Minibatch, passed: int) -> Whole:
@@ -163,18 +163,20 @@ class Updates:
 
         `passed`: passes over the claim before this one.
         """
-        whole = self._whole(minibatch, passed)
+        whole = self._choices(minibatch, passed) if needs_whole(self.learner) else Whole()
+        draw = self.draw(minibatch, passed)
         self.steps.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64)
         for i, micro in enumerate(minibatch.micros):
-            loss = loss + self._backward(micro, minibatch, whole, passed, drift=self.first and i == 0)
+            loss = loss + self._backward(micro, minibatch, whole, draw, passed, drift=self.first and i == 0)
         if self.first:
             self.check_mismatch()
             self._check_drift()
         self.first = False
         self.steps.take(list(self.policy.parameters()), loss, self.learner.max_grad_norm)
 
-    def _backward(self, micro: Micro, minibatch: Minibatch, whole: Whole, passed: int, *, drift: bool) -> Tensor:
+    def _backward(self, micro: Micro, minibatch: Minibatch, whole: Whole, draw: Draw | None, passed: int, *,
+                  drift: bool) -> Tensor:
         """Add this micro-batch's gradient; returns its share of the policy loss, detached float64."""
         settings = self.learner.loss
         _, likely_ids_SK = self.asked.likely.get(micro.number, (None, None))
@@ -194,15 +196,13 @@ class Updates:
         correction = corrected(tokens, self.correction, mean)
         loss_S = composed(found, tokens, correction, impossible_S, self.learner,
                           None if whole.uncertain_K is None else whole.uncertain_K.to(policy_S.device)[micro.place_S])
-        if whole.copies_N is not None:
-            loss_S = loss_S * whole.copies_N.to(self.mine.device)[self.mine][micro.sequence_S]
-        policy_loss = self._aggregate(loss_S, micro, minibatch, whole)
+        policy_loss = self._aggregate(loss_S, micro, minibatch, draw, whole)
         loss = policy_loss
         if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * self._aggregate(entropy_S, micro, minibatch, Whole())
+            loss = loss - settings.entropy_coef * self._aggregate(entropy_S, micro, minibatch, draw)
         terms = other_terms(others, tokens.policy_S, tokens.behavior_S, impossible_S, self.learner)
         if terms.loss_S is not None:
-            loss = loss + self._aggregate(terms.loss_S, micro, minibatch, Whole())
+            loss = loss + self._aggregate(terms.loss_S, micro, minibatch, draw)
         (loss * self.ranks.loss_scale).backward()  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         update_sums(self.sums, found, tokens, entropy_S, impossible_S)
         correction_sums(self.sums, correction, tokens)
@@ -222,12 +222,18 @@ class Updates:
         lots = self._lots(passed, minibatch, self.ranks.rank, micro.number)
         return replace(tokens, chosen_S=select(here, self.learner, lots))
 
-    def _aggregate(self, values_S: Tensor, micro: Micro, minibatch: Minibatch, whole: Whole) -> Tensor:
-        tokens_M = self.session_tokens_M
+    def _aggregate(self, values_S: Tensor, micro: Micro, minibatch: Minibatch, draw: Draw | None,
+                   whole: Whole | None = None) -> Tensor:
+        """A term's share of the loss. `whole`: what was rejected, where the term loses it from its denominators."""
+        whole, tokens_M = whole or Whole(), self.session_tokens_M
         if whole.tokens_N is not None:  # a sequence without a token left has loss 0 at all of them
             tokens_M = session_tokens(self.batch, whole.tokens_N).to(self.mine.device)[self.mine].clamp(min=1)
-        return aggregate(values_S, micro.sequence_S, tokens_M, whole.denominators or minibatch.denominators,
-                         self.learner.loss.aggregation, max_new_tokens=self.plan.max_new_tokens)
+        denominators = whole.denominators or minibatch.denominators
+        if draw is not None:
+            values_S = values_S * draw.copies_M[micro.sequence_S]
+            denominators = draw.denominators(whole.tokens_N)
+        return aggregate(values_S, micro.sequence_S, tokens_M, denominators, self.learner.loss.aggregation,
+                         max_new_tokens=self.plan.max_new_tokens)
 
     def _others(self, micro: Micro, policy_SK: Tensor | None = None) -> Others:
         """What the models beside the policy say of a micro-batch. `policy_SK`: what the policy says of the same."""
@@ -260,7 +266,7 @@ class Updates:
 
     def _anchor(self, micro: Micro, proximal_S: Tensor) -> None:
         anchor_sums(self.sums, proximal_S, micro.behavior_S, micro.lag_S, micro.swapped_S, micro.sequence_S,
-                    len(self.tokens_M), self.bounds)
+                    len(self.tokens_M), self.correction)
 
     def check_mismatch(self) -> None:
         """Raises EngineMismatch where the tokens of these very weights were sampled by another distribution."""

@@ -27,6 +27,24 @@ from rl_core.learner.ranks import Ranks
 from rl_core.learner.sequences import sequence_sum
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The answers of one minibatch, drawn again with replacement (`resampling`): what all its losses are of."""
+
+    copies_N: Tensor
+    """How often each trajectory of the claim was drawn, int64 on the host; 0 for those of other minibatches."""
+    copies_M: Tensor
+    """Those of this rank, on its device."""
+    tokens_N: Tensor
+    """Loss tokens of every trajectory."""
+
+    def denominators(self, left_N: Tensor | None = None) -> Denominators:
+        """Tokens and sequences as often as they were drawn; `left_N`: of those tokens that were not rejected."""
+        tokens_N = self.tokens_N if left_N is None else left_N
+        return Denominators(tokens=int((self.copies_N * tokens_N).sum()),
+                            sequences=int((self.copies_N * (tokens_N > 0)).sum()))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
     """Choices of one minibatch, as far as the settings ask for them; else None."""
@@ -40,8 +58,6 @@ class Whole:
     """Without rejected tokens, and sequences that have no other."""
     tokens_N: Tensor | None = None
     """Tokens of every trajectory that were not rejected."""
-    copies_N: Tensor | None = None
-    """How often each trajectory was drawn (`resampling`)."""
 
 
 def selects(learner: LearnerConfig) -> bool:
@@ -104,18 +120,15 @@ def choose(seen: Tokens, entropy_K: Tensor, member_K: Tensor, denominators: Deno
     return found
 
 
-def resample(whole: Whole, reward_N: Tensor, tokens_N: Tensor, member_N: Tensor, learner: LearnerConfig, *,
-             seed: int) -> Whole:
-    """`whole` with the answers of one minibatch drawn again: those with a loss token, as many as there are."""
+def drawn(reward_N: Tensor, tokens_N: Tensor, member_N: Tensor, learner: LearnerConfig, *, seed: int) -> Tensor:
+    """How often each trajectory is drawn: of one minibatch as many as have a loss token, by their rewards, `[N]`."""
     assert learner.resampling != "none"
     there_N = member_N & (tokens_N > 0)
-    rewards = reward_N[there_N].double().numpy()
+    weights = resampling_weights(reward_N[there_N].double().numpy(), learner.resampling,
+                                 power=learner.resampling_power)
     copies_N = torch.zeros_like(tokens_N)
-    copies_N[there_N] = to_tensor(resampled(resampling_weights(rewards, learner.resampling,
-                                                               power=learner.resampling_power), seed))
-    left_N = tokens_N if whole.tokens_N is None else whole.tokens_N
-    return replace(whole, copies_N=copies_N, denominators=Denominators(
-        tokens=int((copies_N * left_N).sum()), sequences=int((copies_N * (left_N > 0)).sum())))
+    copies_N[there_N] = to_tensor(resampled(weights, seed))
+    return copies_N
 
 
 def select(tokens: Tokens, learner: LearnerConfig, seed: int) -> Tensor:

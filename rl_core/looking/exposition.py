@@ -59,7 +59,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("headway_time_ratio", "gauge", "Share of its time that a side spent in a state, mean of the last steps.",
            ("side", "state")),
     Family("headway_workers_alive", "gauge", "Rollout workers that answer."),
-    Family("headway_restarts_total", "counter", "Restarts of rollout workers and of the learner in this attempt.",
+    Family("headway_restarts_total", "counter", "Restarts of rollout workers, learner and validation in this attempt.",
            ("part",)),
     Family("headway_failure_budget_used_ratio", "gauge", "How much of a budget of failure.* is spent; over 1 the run "
            "ends.", ("budget",)),

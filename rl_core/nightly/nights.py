@@ -1,7 +1,7 @@
 """What a night is on disk: `HEADWAY_HOME/nights/<key>`, beside the runs it trains (docs/nightly.md 3).
 
 `night.json` is what was asked for, written before anything is trained; `verdict.json` what came out, with the numbers
-behind it. Both are created once: a retry, or a `headway rerun` of one of the runs, goes on from what is there.
+behind it. Both are created once: a retry, or a `headway rerun` of the night, goes on from what is there.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class NightDir:
     def notified(self) -> Path:
         """Whether the webhook took the verdict."""
         return self.root / "notified.json"
+
+    @property
+    def ended(self) -> Path:
+        """That nothing is left to do: judged, registered where that was asked for, reported."""
+        return self.root / "ended.json"
 
     @property
     def model(self) -> Path:

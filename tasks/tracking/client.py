@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tasks.destination import Destination, redact_in
-from tasks.waiting import waiting
+from tasks.waiting import waiting_aloud
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -57,8 +57,9 @@ def asked(where: Destination, work: Callable[[MlflowClient], T]) -> T:
     Raises TrackingFailed, without passwords.
     """
     until = time.monotonic() + LOCKED_S
-    with waiting(f"MLflow at {where}", "an answer", LOCKED_S):
+    with waiting_aloud(f"MLflow at {where}", "an answer", LOCKED_S) as look:
         while True:
+            look()
             try:
                 return work(open_client(where.uri))
             except Exception as error:

@@ -56,6 +56,20 @@ module.TorchEngine._turn = stuck
 """
 """In rl_core.rollout.torch_engine: takes requests, weights and cancels, and answers none of them while the file is
 there."""
+ENGINE_DIES = """
+import os
+living = module.TorchEngine._turn
+
+def turn_or_die(self):
+    if self._rows.n and os.path.exists({flag!r}):
+        os.unlink({flag!r})
+        raise RuntimeError("the device is lost")
+    return living(self)
+
+module.TorchEngine._turn = turn_or_die
+"""
+"""In rl_core.rollout.torch_engine: the engine's thread ends in the middle of its answers, once for each time the file
+is made, and the process around it lives."""
 PREFECT_DIES = """
 import json, os, signal
 ask = module.get_client

@@ -21,6 +21,8 @@ import pytest
 Patch = Callable[[pytest.MonkeyPatch, Any], None]
 """Breaks the code for the time of one test; is given that test's module, too."""
 HERE = "tests/chaos/test_proofs.py"
+CHECKPOINT = ("tests/unit/test_checkpoint.py::"
+              "test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_in_the_end_to_the_initial_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,12 @@ def in_place(patch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def rename(path: Path, data: bytes, *, fsync: bool = True) -> bool:
-    """Last writer wins, and both believe to have won."""
+    """Last writer wins, and both believe to have won. Between look and rename a millisecond passes, so that the race is
+    met on any machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return False
+    time.sleep(0.001)
     tmp = path.with_name(f"{path.name}.{os.urandom(6).hex()}.tmp")
     tmp.write_bytes(data)
     os.replace(tmp, path)
@@ -55,7 +60,9 @@ def rename(path: Path, data: bytes, *, fsync: bool = True) -> bool:
 
 
 def renamed_claim(patch: pytest.MonkeyPatch, module: Any) -> None:
-    patch.setattr(module, "put_if_absent", rename)
+    from rl_core.experience import ledger
+
+    patch.setattr(ledger, "put_if_absent", rename)
 
 
 def fsspec_create(path: Path, data: bytes, *, fsync: bool = True) -> bool:
@@ -63,6 +70,7 @@ def fsspec_create(path: Path, data: bytes, *, fsync: bool = True) -> bool:
     Between the two a millisecond passes, so that the race is met on any machine."""
     import fsspec
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     files = fsspec.filesystem("file", skip_instance_cache=True)
     looked = files.exists
 
@@ -80,7 +88,9 @@ def fsspec_create(path: Path, data: bytes, *, fsync: bool = True) -> bool:
 
 
 def fsspec_claim(patch: pytest.MonkeyPatch, module: Any) -> None:
-    patch.setattr(module, "put_if_absent", fsspec_create)
+    from rl_core.experience import ledger
+
+    patch.setattr(ledger, "put_if_absent", fsspec_create)
 
 
 def rewritten_record(patch: pytest.MonkeyPatch, module: Any) -> None:
@@ -205,8 +215,28 @@ def same_group_id(patch: pytest.MonkeyPatch, module: Any) -> None:
 # -- weights and checkpoints
 
 
-def unchecked_checkpoint(patch: pytest.MonkeyPatch, module: Any) -> None:
-    """A checkpoint is whole because its directory is there: no manifest vouches for its files."""
+def manifestless_checkpoint(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """A checkpoint is whole because its directory is there: without a manifest its name and its files say what one
+    would."""
+    from rl_core import checkpoint
+    from rl_core.types import FORMAT
+
+    real = checkpoint._ensure_whole
+
+    def ensure_whole(directory: Path) -> dict[str, Any]:
+        if (directory / checkpoint.MANIFEST).exists():
+            return real(directory)
+        n = int(directory.name.removeprefix("n-"))
+        files = {path.name: {} for path in directory.glob("*.safetensors")}
+        state = checkpoint.CheckpointState(n=n, revision=0, weights_digest="", version_step=n, version_digest="",
+                                           skipped_in_a_row=0)
+        return {"format": FORMAT, **dataclasses.asdict(state), "files": files}
+
+    patch.setattr(checkpoint, "_ensure_whole", ensure_whole)
+
+
+def undigested_checkpoint(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """A checkpoint is whole because its manifest is there: no digest is held against its files."""
     from rl_core import checkpoint
     from rl_core.run_dir import read_json
 
@@ -237,17 +267,19 @@ MUTANTS: dict[str, Mutant] = {
         in_place, "tests/unit/test_shards.py::test_a_kill_at_any_point_leaves_whole_shards_only_and_its_tmp_is_swept"
                   "[tmp-half]", r"00000001\.arrow", slow=True),
     "rename of a claim": Mutant(
-        renamed_claim, "tests/unit/test_ledger.py::test_three_rivals_never_disagree_and_the_rename_mutant_does",
-        r"assert \d+ == 0"),
-    "fsspec's local create": Mutant(fsspec_claim, f"{HERE}::test_rivals_never_disagree", r"assert \d+ == 0"),
+        renamed_claim, f"{HERE}::test_three_rivals_agree_on_each_of_400_claims[quick]", r"assert \d+ == 0"),
+    "fsspec's local create": Mutant(
+        fsspec_claim, "tests/unit/test_ledger.py::"
+        "test_of_three_rivals_one_wins_each_step_and_the_others_adopt_its_claim", r"assert \d+ == 0"),
     "no dedupe": Mutant(
         no_dedupe, "tests/unit/test_experience.py::test_a_group_that_lands_again_after_its_claim_is_a_duplicate",
         r"\.L == 0|assert 4 == 0"),
     "cursor from the fed frontier": Mutant(
         fed_frontier, f"{HERE}::test_a_restart_leases_again_what_was_in_flight_nowhere", "e0-p8-t0"),
     "checkpoint without manifest": Mutant(
-        unchecked_checkpoint, "tests/unit/test_checkpoint.py::test_a_damaged_checkpoint_gives_way_to_the_one_before_it_"
-        "and_in_the_end_to_the_initial_model[a flipped bit]", "DID NOT RAISE", slow=True),
+        manifestless_checkpoint, f"{CHECKPOINT}[no manifest]", "DID NOT RAISE", slow=True),
+    "checkpoint without digests": Mutant(
+        undigested_checkpoint, f"{CHECKPOINT}[a flipped bit]", "DID NOT RAISE", slow=True),
     "version numbers that restart": Mutant(
         restarting_versions, "tests/unit/test_weights.py::"
         "test_the_same_bytes_for_the_same_step_are_adopted_and_other_bytes_take_a_new_name", "v: 1 != 0", slow=True),

@@ -23,6 +23,7 @@ from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir, newest_attempt
 from rl_core.run_identity import read_identity
 from tasks import keeper
+from tests.chaos.mlflow_server import serving_pid
 from tests.runs import Command, Home, processes_of, wait_until_gone
 
 SWAP_S = 0.15
@@ -111,9 +112,11 @@ def pid_of_actor(home: Home, run: RunDir, role: str, rank: int = 0) -> int | Non
 
 
 def pid_of(home: Home, command: Command, victim: str) -> int | None:
-    """An actor by its role, `owner`, or a service of the run by its name."""
+    """An actor by its role, `owner`, a service of the run by its name, or `mlflow`, the server that it tracks to."""
     if victim == "owner":
         return command.process.pid
+    if victim == "mlflow":
+        return serving_pid(home)
     if victim in ACTORS:
         return pid_of_actor(home, command.run, victim)
     state = keeper.read_state(command.run.services)
@@ -143,23 +146,31 @@ def kill_at(at: Run, command: Command, victim: str, moment: str) -> bool | None:
     return None
 
 
-def check_finished(home: Home, command: Command, steps: int) -> None:
-    """Lost 0, trained twice 0, the audit holds, MLflow has every step once, the weights are the fold of the claims."""
-    run, key = command.run, command.run.root.name
-    assert command.json["status"] == "completed" and command.json["steps"] == steps
-    assert claimed_steps(run) == recorded_steps(run) == list(range(steps))
+def check_kept(home: Home, command: Command, steps: int, status: str) -> None:
+    """Of a run that ended behind `steps` recorded steps, or was stopped there: lost 0, trained twice 0, the audit
+    holds, MLflow has every step once and this status, the weights are the fold of the claims."""
+    run = command.run
+    assert recorded_steps(run) == list(range(steps))
     assert list(run.records.glob("*divergent*")) == []
     assert fold_claims(str(run.root), read_identity(run).config) == read_record(run, steps - 1).weights_digest
-    audit = home.call("audit", key, "--json")
+    audit = home.call("audit", run.root.name, "--json")
     assert audit.process.returncode == 0, audit.said
     assert audit.json["positions"]["lost"] == 0
-    groups = read_identity(run).config.groups_per_step
-    assert audit.json["rows"]["claimed"] == audit.json["positions"]["trained"] == steps * groups, "trained twice or not"
-    status, points = home.tracked(command.json["mlflow_run_id"])
-    assert status == "FINISHED"
+    groups, rows, positions = read_identity(run).config.groups_per_step, audit.json["rows"], audit.json["positions"]
+    assert rows["claimed"] == positions["trained"] == len(claimed_steps(run)) * groups, "trained twice or not"
+    said, points = home.tracked(command.json["mlflow_run_id"])
+    assert said == status
     assert {name: count for name, count in points.items() if count != 1} == {}, "doubled in MLflow"
     missing = {(name, k) for name in tracked_names("learner") for k in range(steps)} - set(points)
     assert not missing, f"missing in MLflow: {sorted(missing)[:5]}"
+
+
+def check_finished(home: Home, command: Command, steps: int) -> None:
+    """The run has done all its steps, `check_kept` holds, Prefect has nothing left running, and no process is left."""
+    key = command.run.root.name
+    assert command.json["status"] == "completed" and command.json["steps"] == steps
+    assert claimed_steps(command.run) == list(range(steps))
+    check_kept(home, command, steps, "FINISHED")
     with sqlite3.connect(home.path / "prefect" / "prefect.db") as database:
         flows = [row[0] for row in database.execute(
             "select state_type from flow_run where name = ? order by created", (key,))]

@@ -1,4 +1,5 @@
-"""Whole runs in which one part hangs: each ends within the deadline of that wait, names who hung, and can go on.
+"""Whole runs in which one part hangs: each ends within the deadline of that wait, names who hung, and can go on. So
+does one whose engine dies inside the process that hosts it, of which nobody outside sees anything, either.
 
 The hangs of `HANGS` meet one run, start after start; in the end it completes, and nothing was lost or trained twice.
 """
@@ -21,10 +22,11 @@ from rl_core.run_dir import newest_attempt
 from rl_core.run_identity import prompt_rows
 from tests.chaos import faults
 from tests.chaos.stack import check_finished, pid_of, pid_of_actor
-from tests.runs import Command, Home, wait_until_gone
+from tests.kept import wait_until
+from tests.runs import Command, Home, processes_of, wait_until_gone
 
 pytestmark = pytest.mark.slow
-"""About ten starts. `make chaos` runs it."""
+"""About twenty starts. `make chaos` runs it."""
 
 KEY, STEPS = "hangs", 400
 PARTS_LOG = r"^ *(the end of (learner|rollout|validation)-\d\.log:|(learner|rollout|validation)-\d\.log is empty)$"
@@ -50,6 +52,9 @@ SETTINGS = (
     "checkpoint.every=10", "data.size=4096", "data.validation_size=64", "model.warmup_steps=0",
     "learner.loss.entropy_coef=0.05", "learner.decay=constant")
 """A model without warm-up, which no reward moves: its entropy does."""
+
+
+ENGINE_DIED = r"engine of worker rollout-0: torch engine: died of RuntimeError\('the device is lost'\)"
 
 
 @dataclass
@@ -130,6 +135,11 @@ HANGS = {
         says=r"FailureBudgetSpent: rollout workers died 2 times in this attempt \(failure\.worker_restarts 1\); the "
              r"last one: rollout-0: WHO: `(events|lease)` gave no answer in 4(\.5)? s",
         within_s=5.0),
+    "an engine that dies inside its worker, and no restart is left": Hang(
+        settings=("failure.worker_restarts=0",), begin=lambda scene: scene.touch("dying"),
+        says=rf"FailureBudgetSpent: rollout workers died 1 times in this attempt \(failure\.worker_restarts 0\); the "
+             rf"last one: rollout-0: {ENGINE_DIED}",
+        within_s=5.0),
     "a learner that is stopped": Hang(
         settings=("deadlines.step_s=6",), begin=lambda scene: scene.stop("learner"),
         says=r"DeadlinePassed: WHO: `(train|checkpoint)` gave no answer in 6 s", within_s=8.0),
@@ -154,11 +164,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def flags(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All runs have the engine that falls silent while a file is there; a test takes its files along."""
-    code = faults.SILENT_ENGINE.format(flag=str(work / "silent"))
+    """All runs have the engine that falls silent while a file is there, and dies of another; a test takes its files
+    along."""
+    code = faults.SILENT_ENGINE.format(flag=str(work / "silent")) + faults.ENGINE_DIES.format(flag=str(work / "dying"))
     monkeypatch.setenv("PYTHONPATH", faults.python_path(work / "site", "rl_core.rollout.torch_engine", code))
     yield
-    for flag in ("stuck", "silent", "over"):
+    for flag in ("stuck", "silent", "dying", "over"):
         (work / flag).unlink(missing_ok=True)
 
 
@@ -184,7 +195,7 @@ def check_failed(home: Home, command: Command, says: str, starts: int) -> None:
     assert home.states(key) == (["FAILED"] * starts, ["FAILED"])
     prefect, mlflow = home.causes(key)
     assert cause(command) in prefect and mlflow.startswith(cause(command)), (cause(command), prefect, mlflow)
-    if "(pid " in cause(command):  # below it stands what the part wrote last
+    if re.search(r"\(pid |engine of worker ", cause(command)):  # below it stands what the part wrote last
         failure = command.run.logs / f"failure-{newest_attempt(command.run):06d}.txt"
         for told in (command.out, prefect, mlflow, failure.read_text()):
             assert re.search(PARTS_LOG, told, re.MULTILINE), told
@@ -210,6 +221,27 @@ def test_behind_all_hangs_the_same_run_completes_and_nothing_was_lost(home: Home
     command = home.train(KEY, *SETTINGS, f"total_steps={STEPS}", cwd=work)
     assert command.wait(300) == 0, command.said
     check_finished(home, command, STEPS)
+
+
+def test_an_engine_that_dies_inside_its_worker_ends_that_process_and_the_run_goes_on(home: Home, work: Path) -> None:
+    """Twice: with each death the whole process goes, and another one takes over."""
+    steps, pids = 80, list[int]()
+    scene = under_way(home, work, "engines", f"total_steps={steps}")
+    for _ in range(2):
+        pids.append(scene.pid("rollout"))
+        scene.touch("dying")
+        begun = time.monotonic()
+        wait_until(lambda: pid_of_actor(home, scene.command.run, "rollout") not in (None, *pids), 30,
+                   "another rollout worker")
+        print(f"an engine that dies: another worker {time.monotonic() - begun:.1f} s later")
+        assert not set(pids) & set(processes_of(home)), "its worker is still there"
+        scene.trains_on()
+    (work / "over").touch()
+    assert scene.command.wait(120) == 0, scene.command.said
+    noted = scene.command.run.component_log("owner").read_text()
+    for n in (1, 2):
+        assert re.search(rf"rollout-0 died and is started again \({n} of \d+\): {ENGINE_DIED}", noted), noted
+    check_finished(home, scene.command, steps)
 
 
 def test_a_rank_that_leaves_the_collective_is_named(home: Home, work: Path) -> None:

@@ -11,11 +11,12 @@ from rl_core.experience.ledger import claims
 from rl_core.experience.retention import first_needed
 from rl_core.experience.retirement import retire
 from rl_core.experience.shards import ShardWriter
-from rl_core.run_dir import RunDir, put_if_absent
+from rl_core.run_dir import RunDir
 from rl_core.types import WeightVersion
 from rl_core.versions import put_version
 from tests.builders import make_group, next_owner, store_config
-from tests.unit.test_ledger import race
+from tests.chaos.rivals import race
+from tests.unit.test_ledger import rivals_claim
 
 B = 4
 
@@ -39,8 +40,14 @@ def granted(experience: Experience) -> list[str]:
     return [lease.group_id for lease in experience.grant(["rollout-0"])]
 
 
-def test_rivals_never_disagree(tmp_path: Path) -> None:
-    assert race(lambda path, data: put_if_absent(path, data, fsync=False), tmp_path, 400) == 0
+@pytest.mark.parametrize("fsync", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "durable"])
+def test_three_rivals_agree_on_each_of_400_claims(run: RunDir, fsync: bool) -> None:
+    found = race(run, 400, rivals_claim, fsync=fsync)
+    print(f"3 rivals, 400 steps: {found}")
+    assert found.disagreements == 0
+    assert found.winners == {1: 400}
+    assert found.adopted == 800
+    assert min(found.won) > 0, "they did not race"
 
 
 def test_a_restart_leases_again_what_was_in_flight_nowhere(run: RunDir) -> None:

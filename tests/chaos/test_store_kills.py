@@ -150,7 +150,7 @@ def branch(run: RunDir) -> None:
 
 
 ROLES = {"writer": WRITER, "owner": OWNER, "rival": CLAIMANT, "forker": FORKER}
-"""Role -> the points at which it is killed. A rival meets those of an owner's claim, and need not."""
+"""Role -> the points at which it is killed. A rival meets those of an owner's claim."""
 
 
 # -- the world
@@ -203,7 +203,7 @@ class World:
 
     def missing(self) -> list[str]:
         """Points that were met less often than asked for."""
-        return [f"{role}: {name}" for role, points in ROLES.items() if role != "rival" for name in points
+        return [f"{role}: {name}" for role, points in ROLES.items() for name in points
                 if self.met[role][name] < self.each]
 
     def point(self, role: str) -> str:

@@ -199,7 +199,7 @@ def test_without_mlflow_a_night_has_no_verdict_and_says_what_gets_it_one(
     with pytest.raises(TrackingFailed, match=f"^MLflow at {AWAY} ") as told:
         compare_night.fn(night)
     assert not has_verdict(night)
-    said = str(failure_of(night, "comparison", told.value, night.key)).splitlines()[0]
+    said = str(failure_of(night, "comparison", told.value)).splitlines()[0]
     assert f"night {night.key}: comparison, MLflow: TrackingFailed: MLflow at {AWAY}" in said
     assert said.endswith(f"Retry, or `headway rerun {night.key}`, goes on from there")
 

@@ -82,7 +82,7 @@ RUNS: dict[str, tuple[str, ...]] = {
                       "kl: {use: loss, estimator: k2+, coef: 0.1}, "
                       "correction: {mode: bypass, rejection: [{rule: seq_mean_k2, high: 0.001}]}}",),
     "sapo-gpg": ("{loss: {name: sapo, truncated: exclude, top_entropy_quantile: 0.8}, advantage: {name: gpg}, "
-                 "resampling: max_random}",),
+                 "kl: {use: loss, estimator: abs, coef: 0.1}, resampling: max_random}",),
     "gmpo-optimal_token_baseline": (
         "{loss: {name: gmpo}, advantage: {name: optimal_token_baseline}, "
         "correction: {weights: function, path: './hooks.py:correction'}}",),

@@ -11,7 +11,7 @@ import pytest
 
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import numbered
-from tests.chaos.stack import check_finished, pid_of
+from tests.chaos.stack import check_finished, check_kept, pid_of
 from tests.runs import Command, Home, processes_of, wait_until_gone
 
 STEPS = 24
@@ -71,6 +71,10 @@ def test_a_stop_ends_everything_in_ten_seconds_and_says_how_to_go_on(home: Home,
     flows, runs = home.states(key)
     assert (flows, runs) == (["CANCELLED"] * starts, ["KILLED"])
     assert steps_behind(command) <= 5, "a last checkpoint fits into the ten seconds (checkpoint.on_stop_after)"
+    if starts == 2:
+        done = recorded_steps(command.run)
+        assert {read_record(command.run, step).attempt for step in done} == {1, 2}
+        check_kept(home, command, len(done), "KILLED")
 
 
 def steps_behind(command: Command) -> int:
@@ -82,6 +86,7 @@ def steps_behind(command: Command) -> int:
 def a_second_start_is_refused_and_disturbs_nothing(home: Home, first: Command) -> None:
     second = home.train(first.run.root.name, "total_steps=2000", "data.validation=null")
     assert second.wait(60) == 2
+    assert second.err.startswith("error: RunIsAlive: ")
     assert f"the run is alive, owned by pid {first.process.pid}" in second.err
     first.wait_for_step(recorded_steps(first.run)[-1] + 3)  # it goes on, its services are still there
 

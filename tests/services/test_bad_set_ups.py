@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -70,8 +72,10 @@ def test_there_is_no_environment_and_no_deployment_without_services(bare_home: K
 
 
 def test_older_databases_are_copied_before_they_are_brought_up_to_date(bare_home: KeptHome) -> None:
-    """Made by these packages at an earlier revision of their schema."""
+    """With the schema of the oldest Prefect that is supported, and with the last one before this MLflow's, which is the
+    oldest supported itself; both have a run, which the servers of now show."""
     older = {"prefect": older_prefect(bare_home.path), "mlflow": older_mlflow(bare_home.path)}
+    assert older["prefect"] == OLDEST_PREFECT
     assert len([text for text in doctor(bare_home) if "copies it and brings it up to date" in text]) == 2
     bare_home.up()
     for name, revision in older.items():
@@ -81,6 +85,19 @@ def test_older_databases_are_copied_before_they_are_brought_up_to_date(bare_home
         assert databases.revision(copy) == revision
         with closing(sqlite3.connect(copy)) as database:
             assert database.execute("pragma integrity_check").fetchone() == ("ok",)
+    [flow_run] = bare_home.ask("POST", "/flow_runs/filter", {})
+    assert (flow_run["name"], flow_run["state_type"]) == ("last-year", "COMPLETED")
+    shown = f"{bare_home.mlflow_page}/api/2.0/mlflow/runs/get?run_id={MLFLOW_RUN}"
+    with urllib.request.urlopen(shown, timeout=30) as answer:
+        run = json.load(answer)["run"]
+    assert (run["info"]["run_name"], run["info"]["status"]) == ("last-year", "FINISHED")
+    assert [(one["key"], one["value"]) for one in run["data"]["metrics"]] == [("reward/mean", 0.5)]
+
+
+OLDEST_PREFECT = "8f5eda7c1dd7"
+"""Newest schema revision of Prefect 3.9.0."""
+FLOW, FLOW_RUN, STATE = ("1" * 8 + "-1111-4111-8111-" + digit * 12 for digit in "123")
+MLFLOW_RUN = "a" * 32
 
 
 def older_prefect(home: Path) -> str:
@@ -88,9 +105,16 @@ def older_prefect(home: Path) -> str:
     place.parent.mkdir(parents=True)
     env = servers.clean_environ() | {"PREFECT_HOME": str(place.parent), "DO_NOT_TRACK": "1",
                                      "PREFECT_API_DATABASE_CONNECTION_URL": databases.prefect_url(home)}
-    for words in (("upgrade", "-y"), ("downgrade", "-y", "-r", "-1")):
+    for words in (("upgrade", "-y"), ("downgrade", "-y", "-r", OLDEST_PREFECT)):
         subprocess.run([sys.executable, "-m", "prefect", "server", "database", *words], env=env, cwd=home, check=True,
                        capture_output=True)
+    with closing(sqlite3.connect(place)) as database, database:
+        database.execute("insert into flow (id, name) values (?, 'train')", (FLOW,))
+        database.execute("insert into flow_run (id, name, flow_id, state_id, state_type, state_name, total_run_time) "
+                         "values (?, 'last-year', ?, ?, 'COMPLETED', 'Completed', '1970-01-01 00:01:00.000000')",
+                         (FLOW_RUN, FLOW, STATE))
+        database.execute("insert into flow_run_state (id, type, name, flow_run_id) "
+                         "values (?, 'COMPLETED', 'Completed', ?)", (STATE, FLOW_RUN))
     revision = databases.revision(place)
     assert databases.state(home, "prefect") == "older" and revision is not None
     return revision
@@ -117,6 +141,16 @@ def older_mlflow(home: Path) -> str:
     place.parent.mkdir(parents=True)
     subprocess.run([sys.executable, "-c", MAKE_OLDER, databases.url(home, "mlflow")], check=True, capture_output=True,
                    env=servers.clean_environ() | {"MLFLOW_DISABLE_TELEMETRY": "true"})
+    with closing(sqlite3.connect(place)) as database, database:
+        database.execute("insert into experiments (experiment_id, name, artifact_location, lifecycle_stage) "
+                         "values (7, 'headway', ?, 'active')", ((place.parent / "artifacts").as_uri(),))
+        database.execute("insert into runs (run_uuid, name, experiment_id, status, start_time, end_time, "
+                         "lifecycle_stage, artifact_uri, source_type, user_id) "
+                         "values (?, 'last-year', 7, 'FINISHED', 1, 2, 'active', ?, 'LOCAL', 'me')",
+                         (MLFLOW_RUN, f"{place.parent.as_uri()}/artifacts/{MLFLOW_RUN}"))
+        for table in ("metrics", "latest_metrics"):
+            database.execute(f"insert into {table} (key, value, timestamp, run_uuid, step, is_nan) "
+                             "values ('reward/mean', 0.5, 1, ?, 0, 0)", (MLFLOW_RUN,))
     revision = databases.revision(place)
     assert databases.state(home, "mlflow") == "older" and revision is not None
     return revision

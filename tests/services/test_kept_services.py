@@ -16,6 +16,7 @@ import time
 from base64 import b64encode
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from rl_core.run_identity import prompt_rows, read_identity
 from tasks import databases, keeper, kept, servers, silent_runs
 from tests.failing import written
 from tests.kept import SMALL, KeptHome, wait_until
-from tests.runs import wait_until_gone
+from tests.runs import Command, wait_until_gone
 
 pytestmark = pytest.mark.services
 
@@ -58,6 +59,11 @@ def pid_of(home: KeptHome, name: str) -> int:
     return int(pid)
 
 
+def memory_of(report: dict[str, Any]) -> int:
+    """Bytes of all that is kept, and of who keeps it."""
+    return sum(one["memory_bytes"] for one in report["services"].values()) + report["supervisor_memory_bytes"]
+
+
 # -- up
 
 def test_services_are_ready_in_time_and_in_little_memory(bare_home: KeptHome) -> None:
@@ -65,7 +71,7 @@ def test_services_are_ready_in_time_and_in_little_memory(bare_home: KeptHome) ->
     begun = time.monotonic()
     report = bare_home.up()
     took = time.monotonic() - begun
-    memory = sum(one["memory_bytes"] for one in report["services"].values())
+    memory = memory_of(report)
     print(f"services up in {took:.1f} s, {memory / 2**20:.0f} MB")
     assert report["up"] and set(report["services"]) == set(kept.NAMES)
     assert memory <= MEMORY_BYTES and took <= READY_S
@@ -153,13 +159,45 @@ def test_a_plain_shell_finds_the_same_servers(kept_home: KeptHome) -> None:
 
 # -- deployments
 
-def test_prefects_own_command_deploys_the_same(kept_home: KeptHome) -> None:
+def test_prefects_own_command_deploys_the_same_but_for_the_parameters_of_the_nightly(kept_home: KeptHome) -> None:
+    given = kept_home.call("deploy", "--cron", "0 2 * * *", "--param", 'overrides={"seed": 3}', "--json")
+    assert nightly(given)["parameters"] == {"overrides": {"seed": 3}}, given.said
+    assert nightly(kept_home.call("deploy", "--json")) == nightly(given), "what is not given again stays"
     before = kept_home.ask("GET", "/deployments/name/train/adhoc")
     done = kept_home.shell("prefect --no-prompt deploy --all --prefect-file deployments/prefect.yaml", cwd=ROOT)
     assert done.returncode == 0, (done.stdout, done.stderr)
     after = kept_home.ask("GET", "/deployments/name/train/adhoc")
     assert (after["id"], after["entrypoint"]) == (before["id"], "flows.train.train")
     assert after["updated"] != before["updated"]
+    night = kept_home.ask("GET", "/deployments/name/nightly/nightly")
+    assert night["parameters"] == {} and [one["schedule"]["cron"] for one in night["schedules"]] == ["0 2 * * *"]
+    without = kept_home.call("deploy", "--cron", "none", "--json")
+    assert nightly(without)["schedules"] == [], without.said
+
+
+def nightly(command: Command) -> dict[str, Any]:
+    [found] = [one for one in command.json["deployments"] if one["name"] == "nightly/nightly"]
+    return found
+
+
+def test_a_server_of_somebody_else_is_deployed_to_by_its_address(kept_home: KeptHome, bare_home: KeptHome) -> None:
+    """From a home in which no server is kept; Prefect has one work pool named headway for both."""
+    secret = servers.prefect_auth(kept_home.path)
+    for auth, code in ((secret, 0), ("headway:wrong", 1), ("", 1)):
+        said = bare_home.call("deploy", "--cron", "30 1 * * *", "--timezone", "Europe/Berlin", "--json",
+                              PREFECT_API_URL=f"{kept_home.prefect_page}/api", PREFECT_API_AUTH_STRING=auth)
+        assert said.process.returncode == code, said.said
+        if code:
+            assert "PREFECT_API_AUTH_STRING" in said.err and secret not in said.err
+            continue
+        assert nightly(said)["schedules"] == ["30 1 * * * Europe/Berlin"]
+        assert nightly(said)["url"].startswith(f"{kept_home.prefect_page}/deployments/deployment/")
+    kept_home.call("deploy", "--cron", "none")
+
+
+def test_an_address_that_is_none_is_refused_before_anything_is_asked(bare_home: KeptHome) -> None:
+    said = bare_home.call("deploy", PREFECT_API_URL="http://127.0.0.1:4200")
+    assert said.process.returncode == 2 and "write http://host:4200/api" in said.err
 
 
 def test_deployments_have_typed_and_described_parameters(kept_home: KeptHome) -> None:
@@ -216,6 +254,7 @@ def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: 
     command = kept_home.train("terminal", *sets)
     command.wait_for_tracking()
     command.wait_for_step(10)
+    silent = kept_home.planted("train", "RUNNING")
     kept_home.kill("prefect", "mlflow")
     at = recorded_steps(command.run)[-1]
     assert at < LONG - 20 and command.process.poll() is None, "the servers were back before the run ended"
@@ -228,6 +267,8 @@ def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: 
     status, points = kept_home.tracked(command.json["mlflow_run_id"])
     assert status == "FINISHED" and set(points.values()) == {1}
     assert [step for name, step in sorted(points) if name == "reward/mean"] == list(range(LONG))
+    state = kept_home.wait_for_state(silent, "CRASHED", deadline_s=silent_runs.HEARD_AGAIN_S + 60)["state"]
+    assert "nothing heard since" in state["message"], "one that died while the server was away"
 
 
 def test_a_run_survives_that_its_worker_is_killed(kept_home: KeptHome) -> None:
@@ -243,6 +284,9 @@ def test_a_run_survives_that_its_worker_is_killed(kept_home: KeptHome) -> None:
     wait_until(lambda: kept_home.report()["up"] and pid_of(kept_home, "worker") != worker, 60, "another worker")
     assert kept_home.wait_for_state(flow_run, "COMPLETED")["run_count"] == 1
     assert recorded_steps(run) == list(range(300)) and newest_attempt(run) == 1
+    memory = memory_of(kept_home.report())
+    print(f"after runs and kills {memory / 2**20:.0f} MB")
+    assert memory <= MEMORY_BYTES
 
 
 def test_a_run_whose_process_is_killed_with_its_worker_is_crashed_in_time_and_can_be_finished(

@@ -28,7 +28,7 @@ import yaml
 from rl_core.nightly.nights import NightDir, Outcome, read_outcome
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import newest_attempt
-from tasks import kept, servers, silent_runs
+from tasks import crash_notices, kept, servers, silent_runs
 from tests.failing import Spoiled, written
 from tests.kept import KeptHome, wait_until
 from tests.unit.test_notifying import SECRET, webhook
@@ -89,6 +89,25 @@ class Nights(KeptHome):
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code
+
+    def scheduled(self, deployment: str) -> list[tuple[str, str]]:
+        """Flow runs that are scheduled ahead: id, and when each is due."""
+        found = self.ask("GET", f"/deployments/name/{deployment}")["id"]
+        return sorted((one["id"], one["expected_start_time"]) for one in self.ask("POST", "/flow_runs/filter", {
+            "flow_runs": {"deployment_id": {"any_": [found]}, "state": {"type": {"any_": ["SCHEDULED"]}}}}))
+
+    def crash_notice(self) -> dict[str, Any] | None:
+        """The automation that tells of killed nights, as Prefect's server has it."""
+        found = self.ask("POST", "/automations/filter", {"automations": {"name": {"any_": [crash_notices.NAME]}}})
+        return found[0] if found else None
+
+    def make_webhook(self, name: str) -> None:
+        """A block `webhook/<name>` with the address of NIGHTLY_TEST_HOOK, as Prefect's page makes it."""
+        kind = self.ask("GET", "/block_types/slug/webhook")["id"]
+        schema = self.ask("POST", "/block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [kind]}}})[0]
+        assert self.ask("POST", "/block_documents/", {
+            "name": name, "data": {"url": os.environ[HOOK], "method": "POST"}, "block_type_id": kind,
+            "block_schema_id": schema["id"]}) is not None
 
     def artifacts(self, flow_run: str) -> dict[str, str]:
         found = self.ask("POST", "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [flow_run]}}})
@@ -153,7 +172,7 @@ def test_ten_commands_lead_from_nothing_to_a_scheduled_night(home: Nights) -> No
     assert compared.changed == {"learner.lr": (5e-4, 1e-4)}
     [schedule] = home.ask("GET", "/deployments/name/nightly/nightly")["schedules"]
     assert (schedule["schedule"]["cron"], schedule["schedule"]["timezone"]) == ("0 2 * * *", "Europe/Berlin")
-    wait_until(lambda: len(scheduled(home)) >= 3, 90, "nights are scheduled ahead")
+    wait_until(lambda: len(home.scheduled("nightly/nightly")) >= 3, 90, "nights are scheduled ahead")
 
 
 def shell(home: Nights, script: str) -> subprocess.CompletedProcess[str]:
@@ -162,12 +181,6 @@ def shell(home: Nights, script: str) -> subprocess.CompletedProcess[str]:
     place.mkdir(exist_ok=True)
     env = {**home.environ, "NO_COLOR": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(["bash", "-c", script], env=env, text=True, cwd=place, capture_output=True, timeout=400)
-
-
-def scheduled(home: Nights) -> list[dict[str, Any]]:
-    deployment = home.ask("GET", "/deployments/name/nightly/nightly")["id"]
-    return home.ask("POST", "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [deployment]}, "state": {
-        "type": {"any_": ["SCHEDULED"]}}}})
 
 
 def test_the_model_is_registered_with_its_lineage_and_how_to_serve_it(home: Nights) -> None:
@@ -194,7 +207,9 @@ def deployed(home: Nights, tmp_path_factory: pytest.TempPathFactory) -> float:
     """The nightly of every two minutes, and the deployments BESIDE; when that was."""
     tree = yaml.safe_load(files("deployments").joinpath("prefect.yaml").read_text())
     [nightly] = [one for one in tree["deployments"] if one["name"] == "nightly"]
-    tree["deployments"] = [nightly | {"name": name} for name in BESIDE]
+    # Nights that fail have a schedule, too: none of them is due while this lasts, and all of them are once a month.
+    tree["deployments"] = [nightly | {"name": name} | ({"schedules": [{"cron": "0 2 20 * *", "timezone": "UTC"}]}
+                                                       if name == "faults" else {}) for name in BESIDE]
     source = tmp_path_factory.mktemp("beside") / "prefect.yaml"
     source.write_text(yaml.safe_dump(tree))
     done = home.call("deploy", "--prefect-file", str(source), "--json")
@@ -273,8 +288,12 @@ def test_a_night_made_worse_on_purpose_is_not_promoted_and_says_why(home: Nights
 
 @pytest.fixture(scope="module")
 def killed(home: Nights, pending: tuple[str, float]) -> tuple[str, str, float]:
-    """A night in the middle of its training whose process and worker are killed: flow run, key, when."""
+    """A night in the middle of its training whose process and worker are killed: flow run, key, when. It has no
+    `notify`: who is told of it is that of the deployed nightly."""
     flow_run = home.submit("nightly/faults", name="killed", overrides=TINY | {"total_steps": 400})
+    home.make_webhook("crashes")
+    done = home.call("deploy", "--param", "notify=block:webhook/crashes", "--param", "notify_on=trouble")
+    assert done.process.returncode == 0 and home.crash_notice() is not None, done.said
     wait_until(lambda: "killed" in str(list((home.path / "nights").iterdir())), 90, "the night has begun")
     key = home.key_of(flow_run)
     run = home.run(key)
@@ -310,11 +329,19 @@ def test_a_killed_night_is_crashed_in_time_and_the_next_one_is_accepted(home: Ni
     crashed = home.ended(flow_run, "CRASHED", deadline_s=120 - (time.monotonic() - when))
     print(f"Crashed at most {time.monotonic() - when:.0f} s after the kill")
     assert "heartbeat" in crashed["state"]["message"] and not home.night(key).verdict.exists()
+    name, why = crashed["name"], crashed["state"]["message"]
+    wait_until(lambda: name in [note["night"] for note in home.told], 30, "the killed night is told")
+    assert [note for note in home.told if note["night"] == name] == [{
+        "subject": f"{name}: crashed", "text": f"{name}: crashed: {why}", "night": name, "verdict": "crashed",
+        "reasons": [why]}]
 
 
 def test_a_failed_night_names_step_component_and_cause_and_retry_finishes_it(home: Nights,
                                                                              killed: tuple[str, str, float]) -> None:
-    """It is the next night after the killed one. A baseline is there, and so the comparison goes on in the end."""
+    """It is the next night after the killed one. A baseline is there, and so the comparison goes on in the end. What is
+    scheduled stays as it is."""
+    ahead = home.scheduled("nightly/faults")
+    assert len(ahead) >= 3
     flow_run = home.submit("nightly/faults", name="gate", overrides=TINY | {"total_steps": 60},
                            notify="block:webhook/morning", **CALM)
     refused = home.ended(flow_run, "FAILED")["state"]["message"]
@@ -335,11 +362,12 @@ def test_a_failed_night_names_step_component_and_cause_and_retry_finishes_it(hom
     spoiled.mend()
     step = recorded_steps(run)[-1] + 1
     assert f"night {key}: training step {step} of run {key}, experience store: ClaimedShardCorrupt" in message, message
-    assert f"`headway rerun {key}`" in message
+    assert f"`headway rerun {key}`" in message and home.scheduled("nightly/faults") == ahead
     assert "no verdict" in home.artifacts(flow_run)["night-report"]
     before, mlflow_run = written(run), json.loads(run.mlflow_run.read_text())["run_id"]
     retried(home, flow_run)
     wait_until(lambda: home.flow_run(flow_run)["run_count"] == 3, 60, "it runs again")
+    assert home.active("nightly/faults") == 1, "a Retry takes the place: what is due meanwhile is Cancelled"
     home.ended(flow_run)
     assert {k: written(run)[k] for k in before} == before and recorded_steps(run) == list(range(60))
     assert json.loads(run.mlflow_run.read_text())["run_id"] == mlflow_run and newest_attempt(run) == 2
@@ -348,6 +376,7 @@ def test_a_failed_night_names_step_component_and_cause_and_retry_finishes_it(hom
     found = home.outcome(key)
     assert found.baseline is not None and found.baseline.kind == "champion"
     assert [note["verdict"] for note in home.told if note["night"] == key] == ["failed", found.verdict]
+    assert home.scheduled("nightly/faults") == ahead
 
 
 def retried(home: Nights, flow_run: str) -> None:
@@ -369,6 +398,59 @@ def test_rerun_finishes_a_killed_night_in_its_mlflow_run_and_the_comparison_goes
     assert home.outcome(key).verdict == "promote" and home.outcome(key).baseline is None
     version = home.version("killed")
     assert version is not None and tags_of(version)["headway.run_key"] == key
+
+
+def test_rerun_of_its_key_finishes_a_failed_matrix_whose_other_run_was_never_begun(
+        home: Nights, deployed: float) -> None:
+    """Its first run fails at a step. The second one is begun by the rerun, and is the one that has a validation."""
+    ahead = home.scheduled("nightly/faults")
+    flow_run = home.submit("nightly/faults", name="pair", register_version="never", notify=f"env:{HOOK}",
+                           overrides=TINY | {"data.validation_size": 16},
+                           matrix=[{"total_steps": 30, "data.validation": None}, {"seed": 3}])
+    wait_until(lambda: list((home.path / "nights").glob("pair-*/night.json")) != [], 120, "the night has begun")
+    key = home.key_of(flow_run)
+    first, second = home.run(f"{key}.1"), home.run(f"{key}.2")
+    wait_until(lambda: first.record(3).exists(), 180, "step 3 of its first run")
+    spoiled = Spoiled(first)
+    spoiled.spoil()
+    message = home.ended(flow_run, "FAILED")["state"]["message"]
+    spoiled.mend()
+    assert f"of run {key}.1, " in message and f"`headway rerun {key}`" in message, message
+    parent = json.loads(home.night(key).parent.read_text())["run_id"]
+    assert mlflow(home, f"runs/get?run_id={parent}")["run"]["info"]["status"] == "FAILED"
+    before, mlflow_run = written(first), json.loads(first.mlflow_run.read_text())["run_id"]
+    assert not second.root.exists()
+
+    done = home.call("rerun", key, "--json")
+    assert done.process.returncode == 0, (done.out[-2000:], done.err)
+    found = home.outcome(key)
+    assert (done.json["run_key"], done.json["status"]) == (f"{key}.2", "completed") == (found.run_key, "completed")
+    assert [one.judgement.verdict for one in found.compared] == ["alarm", "promote"] and found.verdict == "promote"
+    assert {step: written(first)[step] for step in before} == before and recorded_steps(first) == list(range(30))
+    assert (newest_attempt(first), newest_attempt(second)) == (2, 1)
+    children = [json.loads(run.mlflow_run.read_text())["run_id"] for run in (first, second)]
+    assert children[0] == mlflow_run
+    assert json.loads(home.night(key).parent.read_text())["run_id"] == parent
+    shown = mlflow_runs(home, f"tags.`headway.night` = '{key}'")
+    assert sorted(shown) == sorted([parent, *children]), "one parent, and each child once"
+    assert {run: status for run, (status, _) in shown.items()} == dict.fromkeys(shown, "FINISHED")
+    assert {run: of for run, (_, of) in shown.items()} == {parent: None} | dict.fromkeys(children, parent)
+    assert [note["verdict"] for note in home.told if note["night"] == key] == ["failed", "promote"]
+    assert home.scheduled("nightly/faults") == ahead != []
+
+
+def mlflow_runs(home: KeptHome, where: str) -> dict[str, tuple[str, str | None]]:
+    """Runs of the experiment that a filter finds: id -> (status, parent)."""
+    place = mlflow(home, "experiments/get-by-name?experiment_name=headway")["experiment"]["experiment_id"]
+    request = urllib.request.Request(
+        f"{home.mlflow_page}/api/2.0/mlflow/runs/search",
+        json.dumps({"experiment_ids": [place], "filter": where}).encode(),
+        {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        found = json.loads(answer.read())["runs"]
+    tags = {one["info"]["run_id"]: {tag["key"]: tag["value"] for tag in one["data"]["tags"]} for one in found}
+    return {one["info"]["run_id"]: (one["info"]["status"], tags[one["info"]["run_id"]].get("mlflow.parentRunId"))
+            for one in found}
 
 
 def test_a_matrix_is_one_run_of_mlflow_with_children_and_keeps_its_place_when_the_server_is_killed(
@@ -425,7 +507,8 @@ def test_a_schedule_of_every_two_minutes_fires_twice_and_the_second_is_compared_
         return sorted(path.parent.name for path in (home.path / "nights").glob("clock-*/verdict.json"))
 
     wait_until(lambda: len(keys()) >= 2, 420 - (time.monotonic() - deployed), "two nights by the clock")
-    home.call("deploy", "--cron", "none")
+    home.call("deploy", "--cron", "none", "--param", "notify=null")
+    assert home.crash_notice() is None
     first, second = keys()[:2]
     assert home.outcome(first).baseline is None and str(home.outcome(second).baseline).startswith(f"{first} (")
     due = [json.loads(home.night(key).night.read_text())["scheduled_us"] for key in (first, second)]

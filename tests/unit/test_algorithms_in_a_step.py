@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,21 +19,26 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_core.config import Config
+from rl_core.correction_settings import CorrectionConfig, Weights
 from rl_core.learner import batch as stages
 from rl_core.learner.advantages.resampling import resampled, resampling_weights
+from rl_core.learner.aggregation import Denominators
 from rl_core.learner.invariants import AlarmBounds
 from rl_core.learner.optimizer import make_optimizer
 from rl_core.learner.plan import StepPlan, StepResult
 from rl_core.learner.policy import Policy, load_policy
 from rl_core.learner.ranks import Ranks
 from rl_core.learner.step import training_step
-from rl_core.learner.step_metrics import update_metrics
+from rl_core.learner.step_metrics import TokenFacts, token_metrics, update_metrics
+from rl_core.learner.sums import Sums, anchor_sums
+from rl_core.learner.whole import Draw
 from rl_core.seeds import derive
 from rl_core.types import TrajectoryGroup
 from tests.golden import advantages, losses
 from tests.golden import corrections as golden
 from tests.learning import all_by, random_groups, rows_of, sampled_by, write_model
 
+HOOKS = Path(__file__).resolve().parents[2] / "docs" / "examples" / "hooks.py"
 CPU = torch.device("cpu")
 ALONE = Ranks(rank=0, ranks=1, rendezvous="", device=CPU, deadline_s=1, barrier_s=1)
 
@@ -153,17 +159,22 @@ WHOLE: dict[str, dict[str, Any]] = {
         "loss": {"aggregation": "seq_mean_token_mean"}},
     "resampled answers": {"resampling": "pow", "resampling_power": 1.0, "loss": {"aggregation": "seq_mean_token_mean"},
                           "minibatch_groups": 2},
-    "the best and the worst answers": {"resampling": "max_min", "minibatch_groups": 2},
+    "the best and the worst answers": {"resampling": "max_min", "minibatch_groups": 2, "loss": {"entropy_coef": 0.1}},
     "the best answers more often": {"resampling": "max_random", "passes": 2, "loss": {"name": "gspo"}},
     "rewards to go": {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}},
     "token baselines under weights": {"advantage": {"name": "optimal_token_baseline"},
                                       "correction": {"weights": "token_truncate"}},
 }
 
+EVERY = {f"advantage {name}": {"advantage": {"name": name}} for name in advantages.REFERENCES} | {
+    f"loss {name}": {"loss": {"name": name, **options[0]}} | ({} if name == "decoupled_ppo" else {
+        "correction": {"mode": "bypass"}})  # one update, and no ratio is 1
+    for name, (_, options) in losses.REFERENCES.items()}
 
-@pytest.mark.parametrize("learner", WHOLE.values(), ids=WHOLE)
+
+@pytest.mark.parametrize("learner", [*WHOLE.values(), *EVERY.values()], ids=[*WHOLE, *EVERY])
 def test_nothing_depends_on_micro_batches_or_ranks(model, groups, learner):
-    whole, _ = step(model, groups, learner)
+    whole, gradients = step(model, groups, learner)
     cut, _ = step(model, groups, learner, budget=40)
     barrier, seen = threading.Barrier(2), [None, None]
     parts: list[Any] = [None, None]
@@ -178,7 +189,8 @@ def test_nothing_depends_on_micro_batches_or_ranks(model, groups, learner):
         thread.start()
     for thread in threads:
         thread.join(60)
-    single, single_gradients = step(model, groups, {**learner, "passes": 1, "minibatch_groups": None})
+    single, single_gradients = (whole, gradients) if len(whole.losses) == 1 else step(
+        model, groups, {**learner, "passes": 1, "minibatch_groups": None})
     assert cut.losses == pytest.approx(whole.losses, rel=1e-4, abs=1e-6)
     assert cut.gradient_norms == pytest.approx(whole.gradient_norms, rel=1e-4)
     for (result, _) in parts:
@@ -206,25 +218,71 @@ def test_where_everything_is_rejected_the_loss_is_zero_and_the_update_changes_no
         assert (metrics(result)["train/rejected_tokens"], metrics(result)["train/rejected_answers"]) == (1.0, 1.0)
 
 
-def test_the_correction_metrics_are_those_of_plain_numbers(model, stock, groups):
-    result, _ = step(model, groups, {"correction": {"weights": "token_icepop", "icepop_low": 0.9, "icepop_high": 1.1}})
-    found = metrics(result)
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "none": {}, "token_truncate": {"cap": 1.1}, "sequence_truncate": {"cap": 1.3}, "geometric_truncate": {"cap": 1.02},
+    "token_icepop": {"icepop_low": 0.9, "icepop_high": 1.1}, "sequence_icepop": {"icepop_low": 0.8, "icepop_high": 1.3},
+    "geometric_icepop": {"icepop_low": 0.97, "icepop_high": 1.02}, "function": {"path": "./hooks.py:correction"}}
+assert set(WEIGHTS) == set(get_args(Weights))
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, "those of decoupled_ppo", "token_truncate in bypass"])
+def test_the_correction_metrics_are_those_of_plain_numbers(model, stock, groups, name, tmp_path, monkeypatch):
+    """Of the weights that are applied, before they are cut: the level's at every token, the function's, or exp(d)."""
+    shutil.copy(HOOKS, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    applied = name.partition(" ")[0] if name in WEIGHTS or "bypass" in name else "token_truncate"
+    bounds = WEIGHTS[applied] if "decoupled" not in name else {"cap": 5.0}
+    learner = {"loss": {"name": "decoupled_ppo"}} if "decoupled" in name else {
+        "loss": {"name": "gpg"}, "correction": {"mode": "bypass" if "bypass" in name else "decoupled",
+                                                "weights": applied, **bounds}}
+    found = metrics(step(model, groups, learner)[0])
     behavior = np.concatenate([t.behavior_logprobs_L for group in groups for t in group.trajectories])
     lengths = [len(t.behavior_logprobs_L) for group in groups for t in group.trajectories]
     exact = np.concatenate([t.behavior_logprobs_L for group in groups for t in sampled_by(stock, group).trajectories])
     d = exact.astype(np.float64) - behavior
-    w, sequence = np.exp(d), np.repeat(np.arange(16), lengths)
-    chi2 = np.mean(np.exp(2 * np.bincount(sequence, weights=d))) - 1
+    sums, row = np.add.reduceat(d, np.cumsum([0, *lengths[:-1]])), np.repeat(np.arange(16), lengths)
+    ratio = np.exp(d)
+    w = {"sequence": np.exp(sums)[row], "geometric": np.exp(sums / lengths)[row],
+         "function": np.clip(ratio, 0.5, 2.0)}.get(applied.partition("_")[0], ratio)
+    low, high = bounds.get("icepop_low", 0.0), bounds.get("icepop_high", bounds.get("cap", math.inf))
     expected = {"weight_mean": w.mean(), "weight_min": w.min(), "weight_max": w.max(), "weight_std": w.std(),
-                "weight_under": (w < 0.9).mean(), "weight_truncated": (w > 1.1).mean(),
-                "effective_samples": 1 / np.mean((w / w.mean()) ** 2), "chi2_token": (w**2).mean() - 1,
-                "chi2_answer": chi2, "behavior_kl": -d.mean(),
+                "weight_under": (w < low).mean(), "weight_truncated": (w > high).mean(),
+                "effective_samples": 1 / np.mean((w / w.mean()) ** 2), "chi2_token": (ratio**2).mean() - 1,
+                "chi2_answer": np.mean(np.exp(2 * sums)) - 1, "behavior_kl": -d.mean(),
                 "behavior_k3": np.mean([golden.statistic(x, "k3") for x in d]),
                 "learner_perplexity": math.exp(-exact.mean()), "behavior_perplexity": math.exp(-behavior.mean()),
                 "perplexity_gap": behavior.mean() - exact.mean()}
-    for name, value in expected.items():
-        assert found[f"train/{name}"] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+    for metric, value in expected.items():
+        assert found[f"train/{metric}"] == pytest.approx(value, rel=2e-3, abs=2e-5), metric
+    assert ((w > high).any(), (w < low).any()) == ("path" not in bounds and bounds not in ({}, {"cap": 5.0}),
+                                                   "icepop_low" in bounds), "the case is one in which they act"
     assert found["train/zero_advantage"] == 0.0 and math.isnan(found["train/rejected_tokens"])
+
+
+def test_the_weight_of_an_answer_with_an_impossible_token_is_measured_as_it_is_applied():
+    """d is log 2, nothing, log 2, of an answer of three: its mean is over three tokens, as in the loss."""
+    sums, policy = Sums(), torch.log(torch.tensor([0.5, 0.5, 0.5]))
+    behavior, none = torch.log(torch.tensor([0.25, 0.0, 0.25])), torch.zeros(3, dtype=torch.int64)
+    anchor_sums(sums, policy, behavior, none, none.bool(), none, 1, CorrectionConfig(weights="geometric_truncate"))
+    assert float(sums.total["tokens"]) == 2.0
+    assert float(sums.total["weight"]) == pytest.approx(2 * 2 ** (2 / 3))
+
+
+MEASURED = {  # settings, and of how many of four groups the proximal log-probs are seen, in updates of two groups each
+    "a pass for them": ({}, 4), "bypass": ({"correction": {"mode": "bypass"}}, 2),
+    "bypass, by a pass for a choice": ({"correction": {"mode": "bypass"}, "loss": {"name": "kl_cov"}}, 2),
+    "log-linear": ({"loss": {"name": "decoupled_ppo", "proximal": "loglinear"}}, 2),
+    "bypass in one update": ({"correction": {"mode": "bypass"}, "minibatch_groups": None}, 4)}
+
+
+@pytest.mark.parametrize(("learner", "seen"), MEASURED.values(), ids=MEASURED)
+def test_of_how_many_loss_tokens_mismatch_and_weights_are_is_counted(model, groups, learner, seen):
+    result, _ = step(model, groups, {"minibatch_groups": 2, **learner})
+    lengths = [sum(len(t.token_ids_L) for t in group.trajectories) for group in groups]
+    assert result.totals["tokens"] == sum(lengths[:seen])
+    facts = TokenFacts(sampled=1.0, masked_by_age=0.0, lag=0.0, lag_max=0.0, mixed=0.0, loss=float(sum(lengths)))
+    assert token_metrics(facts, 16, result.totals["tokens"])["train/measured_tokens"] == pytest.approx(
+        sum(lengths[:seen]) / sum(lengths))
 
 
 def test_in_bypass_mode_the_ratio_is_policy_over_behavior_and_no_proximal_pass_is_made(model, groups):
@@ -233,6 +291,28 @@ def test_in_bypass_mode_the_ratio_is_policy_over_behavior_and_no_proximal_pass_i
     assert math.isnan(metrics(result)["train/ratio_drift"]) and metrics(result)["train/ratio_max"] > 1.3
     decoupled, _ = step(model, groups, {"passes": 2})
     assert decoupled.recomputed and metrics(decoupled)["train/ratio_drift"] <= 1e-6
+
+
+def without_token(model: Policy, token: int) -> Policy:
+    """The model with a logit of minus infinity for this token, everywhere."""
+    policy = copy.deepcopy(model)
+    policy.model.get_output_embeddings().register_forward_hook(
+        lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor([token]), -math.inf))
+    return policy
+
+
+@pytest.mark.parametrize("loss", [{}, {"entropy_coef": 0.3}, {"top_entropy_quantile": 0.3, "entropy_coef": 0.3}],
+                         ids=["recorded", "a bonus", "uncertain tokens"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_logit_of_minus_infinity_leaves_entropy_loss_and_gradients_finite(model, groups, loss, sampled):
+    """A token that was sampled all the same is impossible, counted, and has no policy loss."""
+    ids = np.concatenate([t.token_ids_L for group in groups for t in group.trajectories])
+    token = int(ids[5]) if sampled else next(v for v in range(model.vocabulary) if v not in ids)
+    result, gradients = step(without_token(model, token), groups, {"loss": loss})
+    assert never_nan(result) and result.skipped == 0 and math.isfinite(result.gradient_norms[0])
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    assert 0.0 < metrics(result)["train/entropy"] < math.log(model.vocabulary - 1)
+    assert metrics(result)["train/impossible_tokens"] == (ids == token).sum()
 
 
 @pytest.mark.parametrize("learner", [{}, {"loss": {"name": "gpg"}, "correction": {"weights": "geometric_truncate"}},
@@ -290,6 +370,31 @@ def test_an_answer_that_is_drawn_twice_counts_twice_also_in_the_denominators(mod
     total = sum(n * -1.5 * policy[i].sum() for i, n in enumerate(copies))
     assert drawn.losses[0] == pytest.approx(total / sum(n * len(answers[i].token_ids_L) for i, n in enumerate(copies)),
                                             rel=1e-4)
+
+
+def test_drawn_answers_are_counted_as_often_as_they_were_drawn_with_and_without_rejected_tokens():
+    copies = torch.tensor([2, 0, 1])
+    draw = Draw(copies, copies, torch.tensor([3, 4, 5]))
+    assert draw.denominators() == Denominators(tokens=11, sequences=3)
+    assert draw.denominators(torch.tensor([1, 4, 0])) == Denominators(tokens=2, sequences=2)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_answers_that_were_drawn_again_have_their_entropy_as_often(model, directory, groups, aggregation):
+    """Without spread in any group nothing but the bonus has a gradient."""
+    rewards = torch.tensor([1.0, 2.0, 0.0, 3.0]).repeat_interleave(4)
+    result, _ = step(model, groups, {"resampling": "pow", "loss": {"entropy_coef": 0.3, "aggregation": aggregation}},
+                     change=lambda batch: batch["trajectory", "reward"].copy_(rewards))
+    copies = resampled(resampling_weights(rewards.double().numpy(), "pow"), derive(5, 1, 0, 0, "lots"))
+    stock = AutoModelForCausalLM.from_pretrained(directory)
+    _, entropy, length = told(stock, groups)
+    lengths = [len(t.token_ids_L) for group in groups for t in group.trajectories]
+    often = torch.tensor(np.repeat(copies, lengths))
+    divisor = often.sum() if aggregation == "token_mean" else 16 * length
+    (0.3 * (often * entropy / divisor).sum()).backward()
+    assert max(copies) > 1 and result.losses == (0.0,)
+    assert result.gradient_norms[0] == pytest.approx(math.hypot(*(float(p.grad.norm()) for p in stock.parameters())),
+                                                     rel=1e-4)
 
 
 def told(stock: Any, groups: list[TrajectoryGroup]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,28 +1,33 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from flows.auditing_text import audit_lines
 from rl_core.config import Config
-from rl_core.experience.audit import POSITION_STATES, ROW_STATES, audit
+from rl_core.experience.audit import audit
+from rl_core.experience.audit_states import POSITION_STATES, ROW_STATES, SHARD_STATES
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import (
     EndOfData,
+    RetiredRow,
     group_ids_digest,
     put_claim,
     put_drops,
     put_end,
+    put_retired,
     read_claim,
     void_step,
 )
 from rl_core.experience.outcomes import put_outcome
 from rl_core.experience.shards import ShardWriter
 from rl_core.run_dir import OwnerLock, RunDir, put_if_absent, to_json
-from rl_core.types import Claim, Drop, Outcome, OutcomeKind
+from rl_core.types import Claim, Drop, DropReason, Outcome, OutcomeKind
 from tests.builders import make_group
 
 B = 4
@@ -126,6 +131,212 @@ def test_failed_tries_are_counted_by_reason_also_where_their_group_landed(run: R
     assert report.holds and report.as_json()["failed"] == {"engine_error": 1, "reward_error": 2, "reward_timeout": 2}
     assert report.as_json()["failed_groups"] == {"prompt_refused": 1, "reward_error": 2}
     assert report.filtered == {"too_easy": 1}
+
+
+DROPPED: list[tuple[int, DropReason]] = [
+    (9, "stale"), (10, "all_masked"), (11, "wait_timeout"), (12, "partial"), (13, "fenced"), (14, "filtered"),
+    (19, "stale"), (20, "stale")]
+"""Position -> why its first try was dropped."""
+ENDED_WITHOUT_A_ROW: list[tuple[int, int, OutcomeKind, str]] = [
+    (15, 0, "failed", "group_deadline"), (16, 0, "poison", "prompt_refused"), (17, 0, "failed", "reward_error"),
+    (17, 1, "given_up", "engine_error"), (18, 0, "filtered", "too_easy"), (19, 1, "failed", "reward_error")]
+"""Position, try, kind, reason."""
+
+
+@pytest.fixture
+def every_state(run: RunDir) -> RunDir:
+    """Every state of a position that a run of its own has without a lease, of a row and of a shard, and every reason.
+    Stream `a`: claims 0 and 1, of which step 1 is void and shard 0 retired; `b`: what was dropped and what waits; `c`:
+    a duplicate, a drop alone, a shard in quarantine, one that does not verify."""
+    a, b, c = (ShardWriter(run, name, 1, {}, False) for name in "abc")
+    a.land([make_group(i) for i in range(4)])
+    put_drops(run, 0, [Drop(group_id="e0-p2-t0", reason="stale", n_tokens=1)], attempt=1)
+    a.land([make_group(2, try_no=1), *(make_group(i) for i in range(4, 8))])
+    experience = start(run)
+    experience.claim(0, 5)
+    experience.claim(1, 5)
+    void_step(run, 1, reason="x", attempt=1)
+    row = RetiredRow(group_id="e0-p2-t0", dataset_epoch=0, position=2, idx_min=0, stream=a.stream, seq=0, row=2)
+    put_retired(run, 1, [(a.stream, 0)], [row], attempt=1)
+    run.shard(a.stream, 0).unlink()
+    b.land([*(make_group(i) for i in range(8, 15)), make_group(19), make_group(23)])
+    c.land([make_group(0, seed=1)])
+    c.land([make_group(20)])
+    for position in (21, 22):
+        path = run.shard(c.stream, c.land([make_group(position)]).seq)
+        path.write_bytes(path.read_bytes()[:-200])
+    put_if_absent(run.quarantined(c.stream, 2), to_json({"stream": c.stream, "seq": 2, "error": "torn", "ts_us": 0}))
+    put_drops(run, 2, [Drop(group_id=f"e0-p{i}-t0", reason=reason, n_tokens=1) for i, reason in DROPPED], attempt=1)
+    for position, try_no, kind, reason in ENDED_WITHOUT_A_ROW:
+        put_outcome(run, replace(outcome(position, kind, try_no), reason=reason))
+    return run
+
+
+EACH_PROMPT = [
+    (0, 0, "e0-p0-t0", "trained", 0, None, 1, []),
+    (0, 1, "e0-p1-t0", "trained", 0, None, 1, []),
+    (0, 2, "e0-p2-t1", "trained", 0, None, 2, ["stale"]),
+    (0, 3, "e0-p3-t0", "trained", 0, None, 1, []),
+    *((0, i, f"e0-p{i}-t0", "voided", 1, None, 1, []) for i in range(4, 8)),
+    (0, 8, "e0-p8-t0", "pending", None, None, 1, []),
+    (0, 9, "e0-p9-t0", "dropped", None, "stale", 1, []),
+    (0, 10, "e0-p10-t0", "dropped", None, "all_masked", 1, []),
+    (0, 11, "e0-p11-t0", "dropped", None, "wait_timeout", 1, []),
+    (0, 12, "e0-p12-t0", "dropped", None, "partial", 1, []),
+    (0, 13, "e0-p13-t0", "dropped", None, "fenced", 1, []),
+    (0, 14, "e0-p14-t0", "filtered", None, "no_spread", 1, []),
+    (0, 15, "e0-p15-t0", "failed", None, "group_deadline", 1, []),
+    (0, 16, "e0-p16-t0", "poison", None, "prompt_refused", 1, []),
+    (0, 17, "e0-p17-t1", "given_up", None, "engine_error", 2, ["reward_error"]),
+    (0, 18, "e0-p18-t0", "filtered", None, "too_easy", 1, []),
+    (0, 19, "e0-p19-t1", "failed", None, "reward_error", 2, ["stale"]),
+    (0, 20, "e0-p20-t0", "dropped", None, "stale", 1, []),
+    (0, 21, None, "unleased", None, None, 0, []),
+    (0, 22, None, "unleased", None, None, 0, []),
+    (0, 23, "e0-p23-t0", "pending", None, None, 1, [])]
+"""Dataset epoch, position, group, state, step, reason, tries, what ended those before."""
+EACH_SHARD = [
+    ("a/0", "retired", [0], {"claimed": 3, "dropped": 1}, None),
+    ("a/1", "claimed", [0, 1], {"claimed": 1, "void": 4}, None),
+    ("b/0", "eligible", [], {"dropped": 5, "filtered": 1, "fenced": 1, "eligible": 2}, None),
+    ("c/0", "duplicate", [], {"duplicate": 1}, None),
+    ("c/1", "dropped", [], {"dropped": 1}, None),
+    ("c/2", "quarantined", [], {"quarantined": 1}, "torn"),
+    ("c/3", "unverified", [], {"unverified": 1}, "not whole")]
+"""Shard, state, steps, rows, why it is not read."""
+
+
+def short(shard: str) -> str:
+    """`a-4f2a9c0b11d3/1` -> `a/1`."""
+    stream, seq = shard.split("/")
+    return f"{stream.split('-')[0]}/{seq}"
+
+
+def test_what_became_of_each_prompt_is_listed_with_its_step_or_reason(every_state: RunDir) -> None:
+    report = audit(every_state, each_prompt=True)
+    assert report.violations == [] and report.each_shard is None
+    assert report.each_prompt == EACH_PROMPT
+    assert counts(report.positions) == Counter(prompt[3] for prompt in EACH_PROMPT)
+    assert {prompt[3] for prompt in EACH_PROMPT} == set(POSITION_STATES) - {"leased", "absent", "lost"}
+    assert {reason for _, reason in DROPPED} == set(get_args(DropReason))
+    listed = json.loads(json.dumps(report.as_json()))["each_prompt"]
+    assert [tuple(prompt.values()) for prompt in listed] == EACH_PROMPT
+    assert listed[2] == {"dataset_epoch": 0, "position": 2, "group_id": "e0-p2-t1", "state": "trained", "step": 0,
+                         "reason": None, "tries": 2, "before": ["stale"]}
+
+
+def test_what_became_of_each_shard_is_listed_with_its_steps_and_rows(every_state: RunDir) -> None:
+    report = audit(every_state, each_shard=True)
+    assert report.violations == [] and report.each_prompt is None and report.each_shard is not None
+    found = [each._replace(shard=short(each.shard)) for each in report.each_shard]
+    assert found[:-1] == EACH_SHARD[:-1]
+    assert found[-1][:4] == EACH_SHARD[-1][:4] and "00000003.arrow" in str(found[-1].reason)
+    assert report.shard_states == dict.fromkeys(SHARD_STATES, 1)
+    assert counts(report.rows) == sum((Counter(each[3]) for each in EACH_SHARD), Counter[str]())
+    assert {state for each in EACH_SHARD for state in each[3]} == set(ROW_STATES)
+    listed = json.loads(json.dumps(report.as_json()))["each_shard"]
+    assert [(short(each["shard"]), *list(each.values())[1:]) for each in listed[:-1]] == EACH_SHARD[:-1]
+
+
+def test_shards_are_listed_in_the_order_of_their_numbers(run: RunDir) -> None:
+    writer = ShardWriter(run, "w", 1, {}, False)
+    for i in range(11):
+        writer.land([make_group(i)])
+    assert [short(shard.shard) for shard in audit(run, each_shard=True).each_shard or ()] == \
+        [f"w/{i}" for i in range(11)]
+
+
+def test_reasons_are_counted_and_nothing_is_listed_that_nobody_asked_for(every_state: RunDir) -> None:
+    report = audit(every_state).as_json()
+    assert report["dropped"] == {"all_masked": 1, "fenced": 1, "partial": 1, "stale": 4, "wait_timeout": 1}
+    assert report["filtered"] == {"no_spread": 1, "too_easy": 1}
+    assert report["failed_groups"] == {"engine_error": 1, "group_deadline": 1, "prompt_refused": 1, "reward_error": 2}
+    assert report["each_prompt"] is None and report["each_shard"] is None
+
+
+PROMPT_LINES = """\
+epoch 0 position 0        e0-p0-t0       trained at step 0
+epoch 0 position 1        e0-p1-t0       trained at step 0
+epoch 0 position 2        e0-p2-t1       trained at step 0  2 tries, before: stale
+epoch 0 position 3        e0-p3-t0       trained at step 0
+epoch 0 position 4        e0-p4-t0       voided at step 1
+epoch 0 position 5        e0-p5-t0       voided at step 1
+epoch 0 position 6        e0-p6-t0       voided at step 1
+epoch 0 position 7        e0-p7-t0       voided at step 1
+epoch 0 position 8        e0-p8-t0       pending
+epoch 0 position 9        e0-p9-t0       dropped (stale)
+epoch 0 position 10       e0-p10-t0      dropped (all_masked)
+epoch 0 position 11       e0-p11-t0      dropped (wait_timeout)
+epoch 0 position 12       e0-p12-t0      dropped (partial)
+epoch 0 position 13       e0-p13-t0      dropped (fenced)
+epoch 0 position 14       e0-p14-t0      filtered (no_spread)
+epoch 0 position 15       e0-p15-t0      failed (group_deadline)
+epoch 0 position 16       e0-p16-t0      poison (prompt_refused)
+epoch 0 position 17       e0-p17-t1      given_up (engine_error)  2 tries, before: reward_error
+epoch 0 position 18       e0-p18-t0      filtered (too_easy)
+epoch 0 position 19       e0-p19-t1      failed (reward_error)  2 tries, before: stale
+epoch 0 position 20       e0-p20-t0      dropped (stale)
+epoch 0 position 21       -              unleased
+epoch 0 position 22       -              unleased
+epoch 0 position 23       e0-p23-t0      pending
+"""
+SHARD_LINES = """\
+a/0  retired by step 0: 3 claimed, 1 dropped
+a/1  claimed by steps 0, 1: 1 claimed, 4 void
+b/0  eligible: 5 dropped, 1 filtered, 1 fenced, 2 eligible
+c/0  duplicate: 1 duplicate
+c/1  dropped: 1 dropped
+c/2  quarantined: 1 quarantined (torn)
+c/3  unverified: 1 unverified (not whole)
+"""
+COUNT_LINES = [
+    "k: 2 claims, 0 records, 7 shards; prompts up to position 24 of dataset epoch 0",
+    "positions       24  4 trained, 4 voided, 2 filtered, 6 dropped, 2 failed, 1 poison, 1 given_up, 2 pending, "
+    "2 unleased",
+    "rows            22  1 unverified, 4 claimed, 4 void, 7 dropped, 1 filtered, 1 duplicate, 1 fenced, 2 eligible, "
+    "1 quarantined",
+    "shards           7  1 eligible, 1 claimed, 1 dropped, 1 duplicate, 1 quarantined, 1 unverified, 1 retired",
+    "filtered         2  1 no_spread, 1 too_easy",
+    "dropped          8  1 all_masked, 1 fenced, 1 partial, 4 stale, 1 wait_timeout: groups that no step takes",
+    "ended            5  1 engine_error, 1 group_deadline, 1 prompt_refused, 2 reward_error: tries of groups that have "
+    "no row",
+    "holds: every prompt and every landed group is in exactly one state"]
+
+
+def test_lists_are_printed_before_the_counts(every_state: RunDir) -> None:
+    report = {"run_key": "k", **audit(every_state, each_prompt=True, each_shard=True).as_json()}
+    for each in report["each_shard"]:
+        each["shard"] = short(each["shard"])
+    report["each_shard"][-1]["reason"] = "not whole"
+    assert audit_lines(report) == [*PROMPT_LINES.splitlines(), *SHARD_LINES.splitlines(), "", *COUNT_LINES]
+    assert audit_lines({**report, "each_prompt": None, "each_shard": None}) == COUNT_LINES
+
+
+@pytest.mark.parametrize("state", ["leased", "absent", "lost"])
+def test_a_position_that_no_file_names_is_listed_too(run: RunDir, state: str) -> None:
+    put_if_absent(run.attempt(1), b"{}", fsync=False)
+    ShardWriter(run, "w", 1, {}, False).land([make_group(1)])
+    owner = OwnerLock(run) if state == "leased" else None
+    if state == "absent":
+        put_if_absent(run.taken, to_json({
+            "run_key": "k", "run_uuid": "u", "digest": "d", "rescored": False, "scored_by": {}, "groups": 1,
+            "shards": {}, "superseded": [], "gone": [], "gone_rows": []}))
+    if state == "lost":
+        put_end(run, EndOfData(step=0, reason="data", left_over=1), revision=0, attempt=1)
+    report = audit(run, n_prompts=3, epochs=1, each_prompt=True)
+    waits, gone = (0, 1, "e0-p1-t0", "pending", None, None, 1, []), (None, state, None, None, 0, [])
+    assert report.each_prompt == [(0, 0, *gone), waits, *([(0, 2, *gone)] if state == "lost" else [])]
+    if owner is not None:
+        owner.release()
+
+
+def test_a_try_of_which_nothing_says_why_it_ended_is_listed_without_a_reason(run: RunDir) -> None:
+    ShardWriter(run, "w", 1, {}, False).land([make_group(0, try_no=2)])
+    put_outcome(run, outcome(0, "failed", 1))
+    report = audit(run, each_prompt=True)
+    assert report.each_prompt == [(0, 0, "e0-p0-t2", "pending", None, None, 3, [None, "x"])]
+    assert report.violations == ["dataset epoch 0 position 0 has a try 2, but nothing ended e0-p0-t0"]
+    assert audit_lines({"run_key": "k", **report.as_json()})[0].endswith("pending  3 tries, before: unknown, x")
 
 
 N_PROMPTS = 12

@@ -14,6 +14,7 @@ from rl_core.checkpoint import (
     CheckpointState,
     best_checkpoint,
     checkpoints,
+    is_whole,
     newest_whole,
     read_checkpoint,
     read_parameters,
@@ -197,6 +198,14 @@ def forget_a_field(directory: Path) -> None:
     (directory / MANIFEST).write_text(json.dumps(payload))
 
 
+def another_number(directory: Path) -> None:
+    text = (directory / MANIFEST).read_text()
+    skipped = json.loads(text)["skipped_in_a_row"]
+    changed = text.replace(f'"skipped_in_a_row": {skipped}', '"skipped_in_a_row": 7')
+    assert changed != text
+    (directory / MANIFEST).write_text(changed)
+
+
 DAMAGE = {
     "a flipped bit": bit_flip,
     "a truncated file": lambda d: cut(d / "optimizer.safetensors"),
@@ -204,6 +213,7 @@ DAMAGE = {
     "no manifest": lambda d: (d / MANIFEST).unlink(),
     "half a manifest": lambda d: (d / MANIFEST).write_text((d / MANIFEST).read_text()[:40]),
     "a manifest without a field": forget_a_field,
+    "a manifest with another number": another_number,
 }
 
 
@@ -224,6 +234,31 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it_and_in_the_end_to_t
     assert "from the initial model" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_under_a_window_no_run_goes_back_to_step_0_by_itself(run, damage):
+    for n in (2, 4):
+        damage(write(run, n))
+    with pytest.raises(CheckpointDamaged) as refused:
+        newest_whole(run, "window")
+    said = str(refused.value)
+    assert said.startswith(f"{run.checkpoints}: no checkpoint is whole (")
+    assert said.index(str(run.checkpoint(4))) < said.index(str(run.checkpoint(2))), "each, the newest first"
+    assert said.endswith("the run does not go back to step 0 by itself: retention.replay is window. Restore one of "
+                         "them from a copy, or have every recorded step trained again from the initial weights (their "
+                         "shards are all there): `headway train --run-key run --set retention.replay=all`")
+    write(run, 4)
+    assert newest_whole(run, "window").state.n == 4
+
+
+@pytest.mark.parametrize("replay", ["all", "window"])
+def test_a_run_that_was_killed_in_its_first_checkpoint_begins_at_step_0(run, replay):
+    assert newest_whole(run, replay) is None, "nothing written yet"
+    for name in (f".n-000000002.{'0' * 12}.tmp", ".n-000000002.7-0123456789ab.tmp"):
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "parameters.safetensors").write_bytes(b"half")
+    assert newest_whole(run, replay) is None
+
+
 def test_without_a_whole_checkpoint_only_the_model_that_the_run_began_with_will_do(run):
     run.model.mkdir()
     (run.model / "model.safetensors").write_bytes(b"weights")
@@ -232,10 +267,23 @@ def test_without_a_whole_checkpoint_only_the_model_that_the_run_began_with_will_
     assert newest_whole(run) is None
     (run.model / "model.safetensors").write_bytes(b"weightz")
     with pytest.raises(CheckpointDamaged, match=r"no checkpoint is whole .*n-000000002.* not what the run began with "
-                                                r"\(model differ\)"):
+                                                r"\(model differ\)\. Restore one of them from a copy, or put that "
+                                                r"model back$"):
         newest_whole(run)
     write(run, 4)
     assert newest_whole(run).state.n == 4  # a whole checkpoint needs no initial model
+
+
+def test_a_manifest_from_before_it_had_a_digest_is_read_and_must_have_the_fields_of_a_state(run):
+    write(run, 4)
+    payload = json.loads((run.checkpoint(4) / MANIFEST).read_text())
+    del payload["digest"]
+    (run.checkpoint(4) / MANIFEST).write_text(json.dumps(payload))
+    assert read_checkpoint(run, 4).state == state(4) and is_whole(run.checkpoint(4))
+    forget_a_field(run.checkpoint(4))
+    assert not is_whole(run.checkpoint(4)), "retention relies on it, and whoever writes it again"
+    with pytest.raises(CheckpointDamaged, match="version_step"):
+        read_checkpoint(run, 4)
 
 
 def test_writing_a_checkpoint_again_leaves_a_whole_one_and_replaces_a_damaged_one(run):

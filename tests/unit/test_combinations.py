@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from flows.presets import load_preset
 from rl_core.advantage_settings import AdvantageConfig
 from rl_core.config import Config
+from rl_core.correction_settings import KlConfig, RuleName, Weights
 from rl_core.errors import ConfigError
-from rl_core.learner.advantages.estimate import estimator_module
+from rl_core.learner.advantages.estimate import advantages, answers_of, estimator_module, is_per_token
+from rl_core.learner.advantages.gae import ValueFacts, estimate_from_values
+from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
 from rl_core.learner.losses.tokens import loss_module
-from rl_core.loss_settings import LossConfig
-from rl_core.plan import check, parse_overrides, resolve
+from rl_core.loss_settings import Aggregation, LossConfig
+from rl_core.no_spread import HAS_A_GRADIENT, HAS_A_LITTLE
+from rl_core.plan import check, make_plan, parse_overrides, resolve
 from rl_core.revisions import trained_by
 from rl_core.variants import variants
 
@@ -29,9 +35,22 @@ def settled(*sets: str, base: Config | None = None) -> Config:
 
 
 LOSS, CORRECTION = "learner.loss.name", "learner.correction"
+DROP, PENALTY = "rollout.no_spread=drop", "learner.loss={truncated: penalty, overlong_buffer: 4}"
 REFUSED = {
-    "a spread beside a greedy answer": (["learner.advantage.name=remax", "rollout.no_spread=drop"],
+    "a spread beside a greedy answer": (["learner.advantage.name=remax", DROP],
                                         "rollout.no_spread: remax compares answers with a greedy one"),
+    "a spread beside a critic": (["learner.advantage.name=gae", DROP],
+                                 "rollout.no_spread: gae compares answers with a critic's values"),
+    "a spread beside the whole claim": (["learner.advantage.name=reinforce_plus_plus", DROP],
+                                        "rollout.no_spread: reinforce_plus_plus compares answers with those of the"),
+    "a spread of a sum of parts": (["learner.advantage.name=gdpo", DROP],
+                                   "rollout.no_spread: gdpo compares answers part by part, and parts may differ"),
+    "a spread of one": (["group_size=1", "learner.advantage={name: rloo, group_of_one: raw}", DROP],
+                        "rollout.no_spread: a group of one has no spread"),
+    "a penalty on a sum that nobody reads": (["learner.advantage.name=gdpo", PENALTY],
+                                             "learner.loss.truncated: gdpo reads the parts of a reward"),
+    "a penalty on a reward of at least 0": (["learner.advantage.name=maxrl", PENALTY],
+                                            "learner.loss.truncated: maxrl is for rewards of at least 0"),
     "a greedy answer scored anew": (["learner.advantage.name=remax", "data.shards_from=k", "data.rescore=true"],
                                     "data.rescore: remax needs the reward of each prompt's greedy answer"),
     "a reference that nothing is taken against": (["learner.reference.path=r"], "learner.reference.path: nothing is"),
@@ -47,7 +66,6 @@ REFUSED = {
     "a KL in the reward of parts": (["learner.advantage.name=gdpo", "learner.kl.use=reward"], "learner.kl.use: gdpo"),
     "a KL in a reward of at least 0": (["learner.advantage.name=maxrl", "learner.kl.use=reward"], "kl.use: maxrl"),
     "k1 in the loss": (["learner.kl={use: loss, estimator: k1}"], "learner.kl.estimator: k1 has no expected gradient"),
-    "abs in the loss": (["learner.kl={use: loss, estimator: abs}"], "learner.kl.estimator: abs has a gradient of one"),
     "abs+ in the reward": (["learner.kl={use: reward, estimator: abs+}"], "learner.kl.estimator: a reward has no grad"),
     "a plus without an estimator": (["learner.kl={use: loss, estimator: +}"], "learner.kl.estimator: Input should be"),
     "k3+ in the reward": (["learner.kl={use: reward, estimator: k3+}"], "learner.kl.estimator: a reward has no grad"),
@@ -127,11 +145,12 @@ ALLOWED = {
     "rejection in bypass": [f"{CORRECTION}={{mode: bypass, rejection: [{{rule: seq_mean_k1, high: 1.01}}]}}"],
     "a group of one without a group mean": ["group_size=1", "learner.advantage.name=reinforce_plus_plus"],
     "a group of one beside a greedy answer": ["group_size=1", "learner.advantage.name=remax"],
-    "a penalty": ["learner.loss={truncated: penalty, overlong_buffer: 4}"],
+    "a penalty": [PENALTY],
     "a critic": ["learner.advantage.name=gae", "learner.critic.warmup_steps=2"],
     "a reference": ["learner.kl.use=loss", "learner.reference.refresh_every=5"],
     "a KL in the reward by its controller": ["learner.kl={use: reward, estimator: k1, target: 0.1}"],
     "the value of abs with the gradient of k2": ["learner.kl={use: loss, estimator: abs+}"],
+    "abs in the loss": ["learner.kl={use: loss, estimator: abs}"],
     "k2 by its other name": ["learner.kl={use: loss, estimator: k2+}"],
     "a teacher by abs+": ["learner.teacher={use: loss, path: t, estimator: abs+}"],
     "a teacher": ["learner.teacher={use: forward_topk, path: t}"],
@@ -141,6 +160,53 @@ ALLOWED = {
 @pytest.mark.parametrize("sets", ALLOWED.values(), ids=ALLOWED)
 def test_what_makes_sense_is_taken(sets: list[str]) -> None:
     settled(*sets)
+
+
+DROPPED: dict[str, tuple[list[str], list[str]]] = {
+    # settings beside rollout.no_spread=drop -> beginnings of what the plan tells
+    "a group's own scores": ([], []),
+    "a function": (["learner.advantage={name: function, path: './mine.py:advantage'}"],
+                   ["drop leaves out groups whose rewards are all equal, and an estimator of your own"]),
+    "what whitening takes off": (["learner.advantage.name=reinforce_plus_plus_baseline"],
+                                 ["drop leaves out groups whose rewards are all equal, and reinforce_plus_plus_base"]),
+    "longer answers": (["learner.advantage.name=tir_optimal_token_baseline"],
+                       ["drop leaves out groups whose rewards are all equal, and tir_optimal_token_baseline gives"]),
+    "a KL and a penalty": (["learner.kl.use=reward", PENALTY],
+                           ["drop is judged by what answers scored, before learner.kl.use=reward takes the KL",
+                            "drop is judged by what answers scored, before learner.loss.truncated=penalty takes"]),
+    "a teacher": (["learner.teacher={use: advantage, path: t}"],
+                  ["drop leaves out groups whose rewards are all equal, and learner.teacher.use=advantage would"]),
+}
+
+
+@pytest.mark.parametrize(("sets", "told"), DROPPED.values(), ids=DROPPED)
+def test_what_groups_without_spread_would_still_teach_is_told(sets: list[str], told: list[str]) -> None:
+    warnings = make_plan(settled(*sets, DROP)).warnings
+    assert len(warnings) == len(told)
+    assert all(line.startswith(f"rollout.no_spread: {begin}") for line, begin in zip(warnings, told, strict=True))
+    assert make_plan(settled(*sets)).warnings == ()
+
+
+def advantages_without_spread(name: str) -> np.ndarray:
+    """Of a group of two answers of 2 and 4 tokens that are both worth 1, beside a group that has a spread."""
+    config: Any = variants(AdvantageConfig)[name](name=name)
+    answers = answers_of(np.array([1.0, 1.0, 0.0, 1.0]), np.array([0, 0, 1, 1]), length_N=np.array([2, 4, 1, 3]),
+                         tokens_N=np.array([2, 4, 1, 3]), baseline_N=np.full(4, 0.5),
+                         parts={"a": np.array([1.0, 0.0, 0.0, 1.0]), "b": np.array([0.0, 1.0, 0.0, 0.0])})
+    ones_K = np.ones(10)
+    if name == "gae":
+        values = ValueFacts(value_K=0.5 * ones_K, behind_N=np.zeros(4), cut_N=np.zeros(4, np.bool_))
+        return estimate_from_values(answers, values, config)[0][:6]
+    policy = PolicyFacts(logprob_K=-ones_K, squares_K=0.5 * ones_K, weight_K=ones_K,
+                         position_K=np.array([0, 1, 0, 1, 2, 3, 0, 0, 1, 2]))
+    found = advantages(answers, config, policy=policy)
+    return found[:6] if is_per_token(config) else found[:2]
+
+
+@pytest.mark.parametrize("name", [name for name in variants(AdvantageConfig) if name != "function"])
+def test_estimators_by_which_a_group_without_spread_has_a_gradient_are_known(name: str) -> None:
+    found = advantages_without_spread(name)
+    assert bool(np.abs(found).max() > 1e-6) == (name in HAS_A_GRADIENT or name in HAS_A_LITTLE), found
 
 
 def test_another_loss_over_a_whole_config_takes_its_own_defaults() -> None:
@@ -194,3 +260,19 @@ def test_every_loss_has_its_file_and_its_line_in_the_document(name: str) -> None
 def test_every_estimator_has_its_file_and_its_line_in_the_document(name: str) -> None:
     assert estimator_module(name).__doc__
     assert re.search(rf"^\| `{name}` \|", DOCUMENT, re.MULTILINE)
+
+
+NAMED = {  # what a setting may be, and what its line in the document begins with
+    f"{what} {name}": line for what, lines in {
+        "rule": {name: name for name in get_args(RuleName)},
+        "level of": {name: name.split("_")[0] for name in get_args(Weights) if name != "none"},
+        "cut of": {name: name.split("_")[1] for name in get_args(Weights) if "_" in name},
+        "aggregation": {name: name for name in get_args(Aggregation)},
+        "KL": {name: name for name in get_args(KlConfig.model_fields["estimator"].annotation)}}.items()
+    for name, line in lines.items()}
+
+
+@pytest.mark.parametrize("line", NAMED.values(), ids=NAMED)
+def test_corrections_aggregations_and_kl_estimators_have_their_line_with_their_use_in_the_document(line: str) -> None:
+    rows = re.findall(rf"^\| [^|]*`{re.escape(line)}`[^|]*\|.*\|$", DOCUMENT, re.MULTILINE)
+    assert any(len(row.split("|")) == 6 and all(cell.strip() for cell in row.split("|")[1:4]) for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +85,31 @@ def test_a_step_counts_as_right_what_is_known_to_be(rewards: list[float], said: 
     found = experience_metrics(rows_of(rewards, said, sources), CLAIM)
     assert set(found) <= set(names("learner"))
     np.testing.assert_allclose([found[name] for name in NAMES], expected, rtol=1e-6)
+
+
+ALL_EQUAL: dict[str, tuple[list[float], list[float], list[int], list[float]]] = {
+    # rewards, what the reward says, answers of each group -> all equal, of them right, wrong; groups of one
+    "a shaped reward": ([0.3, 0.3, 0.3, 0.7, 0.1, 0.1], UNSAID, [2, 2, 2], [2 / 3, 0, 0, 0]),
+    "a judge's scores": ([4, 4, 4, 4, 3, 4], UNSAID, [4, 2], [1 / 2, 0, 0, 0]),
+    "scores of a reward model": ([-1.25, 0.5, 0.75, 0.5, 0.5, -0.25], UNSAID, [3, 3], [0, 0, 0, 0]),
+    "groups of one": ([0.3, 0.3, 0.7, 0.1, 0.3, 0.3], UNSAID, [1] * 6, [0, 0, 0, 1]),
+    "one of them alone": ([0.3, 0.3, 0.7, 0.7, 0.7, 0.2], UNSAID, [3, 2, 1], [1 / 3, 0, 0, 1 / 3]),
+    "plain 0 and 1": ([1, 1, 0, 0, 1, 0], UNSAID, [2, 2, 2], [2 / 3, 1 / 3, 1 / 3, 0]),
+    "right or wrong alone": ([1, 0, 0, 0, 0, 0], UNSAID, [1, 1, 4], [1 / 3, 0, 1 / 3, 2 / 3]),
+}
+
+
+@pytest.mark.parametrize(("rewards", "said", "sizes", "expected"), ALL_EQUAL.values(), ids=ALL_EQUAL)
+def test_groups_of_equal_rewards_and_groups_of_one_are_counted_whatever_is_known_to_be_right(
+        rewards: list[float], said: list[float], sizes: list[int], expected: list[float]) -> None:
+    counts = np.array(sizes, np.int32)
+    rows = replace(rows_of(rewards, said, [0] * 3), n_responses_G=counts, n_expected_G=np.full(len(sizes), 2, np.int32),
+                   group_N=np.repeat(np.arange(len(sizes), dtype=np.int32), counts),
+                   idx_min_G=np.zeros(len(sizes), np.int32), source_G=np.zeros(len(sizes), np.int32),
+                   baseline_G=np.full(len(sizes), NAN, np.float32), prompt_offsets=np.zeros(len(sizes) + 1, np.int32))
+    found = experience_metrics(rows, CLAIM)
+    assert [found[name] for name in ("reward/all_equal", "reward/no_spread_right", "reward/no_spread_wrong",
+                                     "rollout/groups_of_one")] == pytest.approx(expected)
 
 
 P95: dict[str, tuple[list[float], list[float], float, float]] = {

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from flows.deploying import deployed_lines, nightly_parameters
-from rl_core.errors import ConfigError
-from tasks.deploying import _with_parameters, check_cron
+from rl_core.errors import ConfigError, DeadPart
+from tasks import servers
+from tasks.deploying import _with_parameters, check_cron, server
 
 CRONS = {
     "a typo": ("0 25 * * *", None, "no schedule"), "four fields": ("0 2 * *", None, "it has 4 fields"),
@@ -66,3 +67,20 @@ def test_the_schedule_is_said() -> None:
 
     assert "nightly/nightly runs at 0 2 * * * UTC" in lines(["0 2 * * * UTC"])
     assert any("--cron" in line for line in lines([]))
+
+
+REFUSED = {
+    "no server at all": ({}, "`headway services up`, or name one of your own by PREFECT_API_URL"),
+    "a page": ({"PREFECT_API_URL": "http://host:4200"}, "write http://host:4200/api"),
+    "a password in it": ({"PREFECT_API_URL": "http://me:s3cr3t@host:4200"}, r"me:\*\*\*@host:4200")}
+
+
+@pytest.mark.parametrize(("environ", "why"), REFUSED.values(), ids=REFUSED)
+def test_without_a_server_nothing_is_registered(environ: dict[str, str], why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        server(tmp_path, environ)
+
+
+def test_a_server_that_does_not_answer_is_a_dead_part(tmp_path: Path) -> None:
+    with pytest.raises(DeadPart, match="does not answer, or refuses who has no PREFECT_API_AUTH_STRING"):
+        server(tmp_path, {"PREFECT_API_URL": f"http://{servers.HOST}:{servers.free_port()}/api"})

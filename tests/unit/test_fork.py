@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rl_core.checkpoint import newest_whole
 from rl_core.config import Config
-from rl_core.errors import ConfigError, ForkDiverged
+from rl_core.errors import CheckpointDamaged, ConfigError, ForkDiverged
 from rl_core.experience.audit import audit
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import claimed_steps, drop_files, put_drops, read_claim, read_drops, read_retired
@@ -322,6 +323,19 @@ def test_killed_at_any_moment_a_fork_is_whole_or_not_there(parent: RunDir) -> No
     forked(parent, 4)
     assert [path.name for path in runs.iterdir() if path.name.startswith(".")] == []
     assert digest_of(parent) == before
+
+
+def test_a_run_that_cannot_go_back_to_step_0_begins_again_by_the_fork_that_the_refusal_names(parent: RunDir) -> None:
+    assert len(retire(parent, 5, attempt=2).shards) == 5
+    for n in (2, 5):
+        (parent.checkpoint(n) / "parameters.safetensors").write_bytes(b"rot")
+    with pytest.raises(CheckpointDamaged, match=r"was retired.*`headway rerun k --from-step 0`$"):
+        newest_whole(parent)
+    made = forked(parent, 0)
+    assert (made.key, made.checkpoint, newest_whole(made.run)) == ("k~1", 0, None)
+    report = audit(made.run, n_prompts=PROMPTS)
+    assert (report.violations, report.claims, report.rows["fenced"], report.rows["eligible"]) == ([], 0, 13, 0)
+    assert report.positions["unleased"] == 21, "those of the retired shards among them: they are leased again"
 
 
 def test_a_fork_of_a_run_that_has_retired_shards_says_that_it_never_had_them(parent: RunDir) -> None:

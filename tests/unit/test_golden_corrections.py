@@ -156,3 +156,18 @@ def test_distillation_is_as_worked_out_by_hand():
     assert forward_topk(p, t).item() == pytest.approx(0.25 * math.log(2))
     whole = torch.tensor([[0.5, 0.5]]).log()
     assert forward_topk(whole, whole).item() == pytest.approx(0.0, abs=1e-6)
+
+
+NEVER = {  # policy, teacher, the sum over what both hold possible
+    "by the teacher": ([0.25, 0.75], [0.0, 1.0], math.log(1 / 0.75)),
+    "by the policy": ([0.0, 1.0], [0.5, 0.5], 0.5 * math.log(0.5)),
+    "by both": ([0.0, 1.0], [0.0, 1.0], 0.0),
+}
+
+
+@pytest.mark.parametrize(("policy", "teacher", "expected"), NEVER.values(), ids=NEVER)
+def test_a_token_that_is_held_impossible_has_no_part_in_the_forward_kl(policy, teacher, expected):
+    logits = torch.tensor([policy]).log().requires_grad_()
+    found = forward_topk(logits.log_softmax(-1), torch.tensor([teacher]).log())
+    found.sum().backward()
+    assert found.item() == pytest.approx(expected, abs=3e-6) and torch.isfinite(logits.grad).all()

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.console import view_of
 from flows.looking import show_audit, show_status
 from rl_core.config import Config
@@ -58,6 +60,23 @@ def test_the_audit_counts_for_people_what_was_left_out_and_what_failed(
     assert "failed           3  1 engine_error, 2 reward_error: tries of answers in groups that landed" in lines
     assert "ended            1  1 group_deadline: tries of groups that have no row" in lines
     assert not any(line.startswith("filtered") for line in lines)
+
+
+def test_the_audit_lists_what_its_options_ask_for(run: RunDir) -> None:
+    def said(*options: str) -> list[str]:
+        found = CliRunner().invoke(app, ["audit", "k", *options])
+        assert found.exit_code == 0
+        return found.output.splitlines()
+
+    shard = f"{next(run.streams.iterdir()).name}/0"
+    counted = said()
+    assert counted[1:3] == ["positions        2  2 pending", "rows             2  2 eligible"]
+    assert said("--prompts") == ["epoch 0 position 0        e0-p0-t0       pending",
+                                 "epoch 0 position 1        e0-p1-t0       pending", "", *counted]
+    assert said("--shards") == [f"{shard}  eligible: 2 eligible", "", *counted]
+    report = json.loads(said("--shards", "--json")[-1])
+    assert report["each_prompt"] is None and report["each_shard"] == [
+        {"shard": shard, "state": "eligible", "steps": [], "rows": {"eligible": 2}, "reason": None}]
 
 
 def test_a_number_that_does_not_exist_is_null_in_json_and_left_out_for_people(

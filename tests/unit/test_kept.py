@@ -125,6 +125,41 @@ def test_a_database_is_chosen_as_a_secret(tmp_path: Path) -> None:
     assert databases.is_sqlite(tmp_path, "prefect")
 
 
+def test_a_database_is_copied_before_every_start_that_migrates_it(tmp_path: Path) -> None:
+    """Also one that was put back from a copy after this Prefect had migrated it; and the mark of PostgreSQL, which a
+    start made meanwhile, says nothing of the file."""
+    base, newest = tmp_path / "prefect", databases.known_revisions("prefect")[1]
+    base.mkdir()
+    set_revision(base / "prefect.db", newest)
+    assert not servers.migrated(base)
+    with servers.first_start(base):
+        pass
+    assert servers.migrated(base) and not list(base.glob("*-before-*"))
+    older = sorted(databases.known_revisions("prefect")[0] - {newest})[0]
+    set_revision(base / "prefect.db", older)
+    assert not servers.migrated(base)
+    with servers.first_start(base):
+        [copy] = base.glob("prefect-before-*.db")
+        assert databases.revision(copy) == older
+        set_revision(base / "prefect.db", newest)
+    assert servers.migrated(base)
+    databases.choose(tmp_path, "prefect", "postgresql://u:p@h:1/d")
+    assert not servers.migrated(base), "another database"
+    with servers.first_start(base):
+        pass
+    assert servers.migrated(base)
+    databases.choose(tmp_path, "prefect", None)
+    set_revision(base / "prefect.db", older)
+    assert not servers.migrated(base)
+
+
+def set_revision(place: Path, revision: str) -> None:
+    with closing(sqlite3.connect(place)) as database, database:
+        database.execute("create table if not exists alembic_version (version_num text)")
+        database.execute("delete from alembic_version")
+        database.execute("insert into alembic_version values (?)", (revision,))
+
+
 @pytest.mark.parametrize(("given", "why"), {
     "another kind": ("mysql://u@h/d", "write postgresql://"),
     "without a database": ("postgresql://u@h", "write postgresql://"),

@@ -56,7 +56,7 @@ def test_a_run_that_is_alive_is_refused_whatever_an_earlier_start_wrote(
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     start = _Start(Console(io.StringIO()), "tiny-cpu", True, False, run_key="k")
     assert _ended(start, _Flow("FAILED", error=RunIsAlive("pid 7 owns it")), BROKE, Config()) == REFUSED
-    assert capsys.readouterr().err == "error: pid 7 owns it\n"
+    assert capsys.readouterr().err == "error: RunIsAlive: pid 7 owns it\n"
 
 
 def test_the_command_is_given_again_without_its_key_and_json(monkeypatch: pytest.MonkeyPatch) -> None:

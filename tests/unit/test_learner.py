@@ -22,7 +22,7 @@ from rl_core.env_digest import differing_fields, environment
 from rl_core.errors import ClaimedShardCorrupt, ConfigError, EngineMismatch, NonFiniteTraining, StaleAttempt
 from rl_core.experience.ledger import void_step
 from rl_core.learner import batch as stages
-from rl_core.learner.learner import Learner, fold_claims
+from rl_core.learner.learner import After, Learner, fold_claims
 from rl_core.looking.recorded_spans import learner_spans, stages_of, states_of
 from rl_core.loss_settings import PpoClipLoss
 from rl_core.records import read_record
@@ -435,6 +435,30 @@ def test_a_learner_of_an_older_attempt_trains_and_publishes_nothing(tmp_path):
             call()
     assert not run.record(0).exists()
     record = learner.train(0, attempt=2)
+    assert record is not None and record.attempt == 2
+
+
+class Overtaken(Learner):
+    """A newer attempt begins while it trains: the step has computed its update, and not recorded it."""
+
+    def _after(self, step: int, *, write: bool) -> After:
+        after = super()._after(step, write=write)
+        start_attempt(self._run, 2)
+        return after
+
+
+def test_a_step_that_a_newer_attempt_overtakes_leaves_no_record(tmp_path):
+    config = settings(publish_every=2)  # step 0 publishes nothing, whose own fence it would meet
+    run = new_run(tmp_path, config, steps=1)
+    learner = Overtaken(root=str(run.root), config=config, attempt=1, rank=0, ranks=1, rendezvous="")
+    learner.restore()
+    learner.publish_current()
+    with pytest.raises(StaleAttempt, match="attempt 1 is over"):
+        learner.train(0)
+    assert not run.records.exists()
+    again = learner_of(run, config, attempt=2)
+    assert again.restore() == 0
+    record = again.train(0)
     assert record is not None and record.attempt == 2
 
 

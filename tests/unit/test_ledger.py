@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -30,6 +27,7 @@ from rl_core.experience.ledger import (
 )
 from rl_core.run_dir import OwnerLock, RunDir, put_if_absent
 from rl_core.types import Claim, ClaimedGroup, Drop, Segment
+from tests.chaos.rivals import race
 
 DROPS = (Drop(group_id="e0-p9-t0", reason="stale", n_tokens=120),
          Drop(group_id="e0-p4-t1", reason="filtered", n_tokens=7))
@@ -91,40 +89,18 @@ def test_a_zombie_neither_claims_nor_adopts(run: RunDir) -> None:
         put_drops(run, 0, DROPS, attempt=old)
 
 
-def race(put: Callable[[Path, bytes], bool], root: Path, steps: int) -> int:
-    """Three rivals claim every step behind a barrier. Steps at which a rival believes in bytes that do not stand."""
-    barrier, believed = threading.Barrier(3), [dict[int, bytes]() for _ in range(3)]
-
-    def rival(me: int) -> None:
-        for step in range(steps):
-            barrier.wait()
-            mine = b"%d" % me
-            path = root / f"step-{step}"
-            if put(path, mine):
-                believed[me][step] = mine
-
-    threads = [threading.Thread(target=rival, args=(me,)) for me in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stands = {step: (root / f"step-{step}").read_bytes() for step in range(steps)}
-    return sum(any(step in b and b[step] != stands[step] for b in believed) for step in range(steps))
+def rivals_claim(rival: int, step: int, attempt: int) -> Claim:
+    """What a rival wants a step to be: no two want the same."""
+    return make_claim(step, attempt=attempt, first=4 * (3 * step + rival))
 
 
-def test_three_rivals_never_disagree_and_the_rename_mutant_does(tmp_path: Path) -> None:
-    def rename(path: Path, data: bytes) -> bool:
-        if path.exists():
-            return False
-        tmp = path.with_name(f"{path.name}.{data.decode()}")
-        tmp.write_bytes(data)
-        os.replace(tmp, path)
-        return True
-
-    (tmp_path / "link").mkdir()
-    (tmp_path / "rename").mkdir()
-    assert race(lambda path, data: put_if_absent(path, data, fsync=False), tmp_path / "link", 400) == 0
-    assert race(rename, tmp_path / "rename", 400) > 0
+def test_of_three_rivals_one_wins_each_step_and_the_others_adopt_its_claim(run: RunDir) -> None:
+    """The short form of tests/chaos/test_proofs.py."""
+    found = race(run, 100, rivals_claim, fsync=False)
+    assert found.disagreements == 0
+    assert found.winners == {1: 100}
+    assert found.adopted == 200
+    assert min(found.won) > 0, "they did not race"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_the_status_shows_the_numbers_that_people_look_at_first(
     assert show_status("small", as_json=False) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["accuracy"] == "0.250 -> 0.500, best greedy accuracy 0.750 after 2 steps"
-    assert lines["reward"] == "0.500, std 0.000, right 25.0%, no spread 0% right, 0% wrong, lately 0.250"
+    assert lines["reward"] == "0.500, std 0.000, right 25.0%, no spread 0%, all right 0%, some wrong 0%, lately 0.250"
     assert lines["staleness"].startswith("mean 1.00, p95 0, max 2, lag 2.00 updates")
     assert lines["tokens/s"] == "0 trained, 400.0 answers/s, MFU 12.5%"
     assert lines["sort"] == "0.500, right 25.0%, length 2.0, 4 answers"

@@ -227,14 +227,14 @@ def test_what_few_look_at_stays_in_the_record() -> None:
 
 
 LOOKED_AT_FIRST = """
-reward/mean reward/std reward/correct reward/no_spread_right reward/no_spread_wrong reward/sampled
+reward/mean reward/std reward/correct reward/all_equal reward/no_spread_right reward/no_spread_wrong reward/sampled
 rollout/length_mean rollout/length_p95 rollout/length_right rollout/length_wrong rollout/truncated
 rollout/right_length_p95 rollout/wrong_length_p95
 train/policy_loss train/entropy train/clip_low train/clip_high train/ratio_max train/kl_proximal train/grad_norm
 train/learning_rate train/skipped_updates train/mismatch_current_k3 train/mismatch_stale_k3 train/effective_samples
 staleness/mean staleness/max staleness/p95 staleness/update_lag_mean staleness/mixed staleness/dropped_tokens
-system/tokens_per_s rollout/tokens_per_s system/samples_per_s system/mfu system/waiting_s system/proximal_s
-system/update_s system/publish_s system/swap_s utilization/learner_busy utilization/learner_waiting
+system/tokens_per_s rollout/tokens_per_s system/samples_per_s system/mfu system/waiting_s system/step_s
+weights/served_lag system/update_s system/publish_s system/swap_s utilization/learner_busy utilization/learner_waiting
 utilization/rollout_busy utilization/rollout_waiting validation/greedy_accuracy
 """
 

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rl_core.errors import ConfigError, LearnerDead
+from flows.console import Console
+from flows.finishing import finish
+from flows.launch import _Start
+from flows.presets import settings_of
+from rl_core.errors import ConfigError, LearnerDead, RunIsAlive
 from rl_core.nightly.nights import Night, NightRun, put_night, run_keys
 from rl_core.run_dir import put_if_absent, replace_file, to_json
 from tasks.night_end import compare_night, training_failure
-from tasks.night_files import TAG_NIGHT, TAG_PARENT, has_verdict, night_dir, night_of, night_tags, unfinished
+from tasks.night_files import (
+    TAG_NIGHT,
+    TAG_PARENT,
+    has_verdict,
+    night_dir,
+    night_of,
+    night_tags,
+    night_to_finish,
+    owned,
+    put_ended,
+    unfinished,
+    verdict_lines,
+    waits_for_verdict,
+)
 from tasks.paths import run_dir
 from tests.looking import small_run
+from tests.unit.test_launch import DONE, SUMMARY
 
 
 @pytest.fixture
@@ -68,7 +89,89 @@ def test_a_failure_says_where_in_which_part_and_what_goes_on_with_it(night: Nigh
     key = night.runs[1].run_key
     said = str(training_failure(night, key, LearnerDead("rank 1 is gone")))
     assert said.startswith(f"night {night.key}: ") and f" of run {key}, learner: LearnerDead: rank 1 is gone" in said
-    assert said.endswith(f"Retry, or `headway rerun {key}`, goes on from there")
+    assert said.endswith(f"Retry, or `headway rerun {night.key}`, goes on from there")
     said = str(training_failure(night, key, LearnerDead("rank 1 is gone\nthe end of learner-1.log:\nout of memory")))
     first, *log = said.splitlines()
     assert ": rank 1 is gone; Retry, or" in first and log == ["the end of learner-1.log:", "out of memory"]
+
+
+# -- a rerun by the night's key
+
+def trained(*keys: str) -> None:
+    for key in keys:
+        replace_file(run_dir(key).result, to_json({
+            "status": "completed", "ended": {"step": 3, "reason": "steps", "left_over": 0}, "tracked": True,
+            "summary": {"run_key": key}}))
+
+
+def test_a_rerun_takes_the_key_of_a_night_and_the_run_of_one_that_was_begun(night: Night) -> None:
+    first, second = (run.run_key for run in night.runs)
+    assert night_to_finish(night.key) == night
+    assert night_to_finish(first) is None and night_to_finish("monday") is None and night_to_finish("nobody") is None
+    shutil.rmtree(run_dir(second).root)
+    assert night_to_finish(night.key) == night and night_to_finish(first) is None
+    with pytest.raises(ConfigError, match=rf"run '{second}': .* `headway rerun {night.key}` finishes the night"):
+        night_to_finish(second)
+
+
+def test_a_night_of_one_run_is_finished_as_a_night_where_the_run_was_never_begun(night: Night) -> None:
+    alone = replace(night, key="alone-2026-11-30", runs=(NightRun(run_key="alone-2026-11-30", overrides={}),))
+    assert put_night(night_dir(alone.key), alone)
+    assert night_to_finish(alone.key) == alone
+    small_run(run_dir(alone.key).root, alone.key)
+    assert night_to_finish(alone.key) is None, "the run goes on, and the comparison behind it"
+
+
+def test_a_run_that_is_begun_keeps_its_settings_and_another_has_those_of_the_night(night: Night) -> None:
+    asked = replace(night, preset="gone.yaml", runs=(night.runs[0], NightRun(run_key="new", overrides={"seed": 7})))
+    assert settings_of(asked, asked.runs[0])[1].seed == 1
+    with pytest.raises(ConfigError, match=r"gone\.yaml"):
+        settings_of(asked, asked.runs[1])
+    preset, config = settings_of(replace(asked, preset="tiny-cpu"), asked.runs[1])
+    assert (preset, config.seed) == ("tiny-cpu", 7)
+
+
+def test_one_process_at_a_time_is_at_a_night(night: Night) -> None:
+    with owned(night), pytest.raises(RunIsAlive, match=f"night {night.key}: another process is at it"), owned(night):
+        pass
+    with owned(night):
+        pass
+
+
+def test_a_verdict_is_not_yet_the_end_and_what_is_left_is_said(night: Night) -> None:
+    """Registration and report come behind it: where they fail, a rerun goes on with them."""
+    first, second = (run.run_key for run in night.runs)
+    trained(first)
+    assert not waits_for_verdict(first)
+    assert verdict_lines(first) == [f"night {night.key}: 1 of 2 runs are trained; `headway rerun {night.key}` "
+                                    "finishes it"]
+    trained(second)
+    compare_night.fn(night)
+    assert has_verdict(night) and waits_for_verdict(first)
+    put_ended(night)
+    assert not waits_for_verdict(first) and verdict_lines(first)[0] == f"night {night.key}: keep"
+
+
+def test_a_night_that_has_ended_is_shown_and_one_that_has_not_needs_a_server(
+        night: Night, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PREFECT_API_URL", "PREFECT__FLOW_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", str(night_dir(night.key).root / "none.toml"))
+    out = io.StringIO()
+    start = _Start(Console(out), None, True, True, verb="rerun")
+    with pytest.raises(ConfigError, match=r"no Prefect server is kept .* `headway services up`, then the same"):
+        finish(start, night)
+    assert "0 of 2 runs are trained" in out.getvalue()
+    with owned(night), pytest.raises(RunIsAlive):
+        finish(start, night)
+    best = compare_night.fn(night).run_key
+    put_ended(night)
+    replace_file(run_dir(best).result, to_json(DONE | {"summary": SUMMARY | {"run_key": best}}))
+    with owned(night):  # which is looked at, not touched
+        assert finish(start, night) == 0
+    *words, last = out.getvalue().splitlines()
+    assert f"  night {night.key}: keep" in words and json.loads(last)["run_key"] == best
+    night_dir(night.key).ended.unlink()
+    shutil.rmtree(run_dir(night.runs[1].run_key).root)
+    with pytest.raises(ConfigError, match="tiny-gpu"):
+        finish(start, replace(night, preset="tiny-gpu"))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GraniteConfig, Lfm2C
 from rl_core.errors import ConfigError
 from rl_core.learner import batch as stages
 from rl_core.learner.attention import Call, Rows
-from rl_core.learner.logprobs import head_likely, head_logprobs, head_others, head_squares
+from rl_core.learner.logprobs import _Entropy, head_likely, head_logprobs, head_others, head_squares
 from rl_core.learner.micro import attention_of
 from rl_core.learner.packing import Layout, Pack, fill, last_loss_token, micro_batches, pack, ragged_arange
 from rl_core.learner.policy import PackInputs, Policy, load_policy
@@ -200,6 +200,10 @@ def test_rows_of_logits_in_memory_depend_on_the_chunk_and_not_on_the_loss_tokens
     with LiveLogits(policy.model.lm_head.weight) as watched:
         policy(inputs_of(batch, packed)).logprob_S.sum().backward()
     assert watched.widest == 32 and watched.peak <= 6 * 32
+    with LiveLogits(policy.model.lm_head.weight) as watched:
+        found = policy(inputs_of(batch, packed), entropy_gradient=True)
+        (found.logprob_S.sum() + found.entropy_S.sum()).backward()
+    assert watched.widest == 32 and watched.peak <= 6 * 32
     for asked in ({"squares": True}, {"likely": (3, 90)}, {"others_SK": torch.zeros((tokens, 3), dtype=torch.long)}):
         with LiveLogits(policy.model.lm_head.weight) as watched, torch.set_grad_enabled("others_SK" in asked):
             found = policy(inputs_of(batch, packed), **asked)
@@ -271,6 +275,35 @@ def test_what_else_the_head_says_is_that_of_numpy_in_chunks_of_every_size():
     assert head_likely(hidden, head, temperature, top_k=9, vocabulary=5, chunk=16)[1].shape == (50, 5)
     assert head_others(hidden[:0], head, ids[:0], temperature[:0], chunk=16).shape == (0, 3)
     assert head_squares(hidden[:0], head, temperature[:0], chunk=16).shape == (0,)
+
+
+@pytest.mark.parametrize("chunk", [99, 16])
+def test_a_token_of_logit_minus_infinity_is_as_if_the_vocabulary_had_it_not(chunk):
+    """Log-probs, entropies, and their gradients by the hidden states and the head."""
+    torch.manual_seed(0)
+    hidden, temperature, weight = torch.randn(50, 8), torch.rand(50) + 0.5, torch.randn(31, 8)
+    fewer, never = torch.arange(31) != 30, torch.tensor([30])
+    found = []
+    for head, rows in ((lambda h, w: h @ w.T, weight[fewer]),
+                       (lambda h, w: (h @ w.T).index_fill(-1, never, -torch.inf), weight)):
+        x, w = hidden.clone().requires_grad_(), rows.clone().requires_grad_()
+        answer = head_logprobs(x, lambda h, head=head, w=w: head(h, w), torch.arange(50) % 30, temperature, chunk=chunk,
+                               entropy_gradient=True)
+        (answer.logprob_S.sum() + 0.1 * answer.entropy_S.sum()).backward()
+        found.append((answer.logprob_S.detach(), answer.entropy_S.detach(), x.grad, w.grad[:30]))
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
+    sampled = head_logprobs(hidden, lambda h: (h @ weight.T).index_fill(-1, never, -torch.inf), never.expand(50),
+                            temperature, chunk=chunk)
+    assert torch.isneginf(sampled.logprob_S).all() and torch.equal(sampled.entropy_S, found[1][1])
+
+
+def test_the_entropy_has_the_gradient_of_finite_differences_and_keeps_nan_visible():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z: _Entropy.apply(z.log_softmax(-1)), logits)
+    broken = torch.tensor([[0.0, torch.nan], [0.0, 0.0]])
+    assert torch.isnan(_Entropy.apply(broken.log_softmax(-1))).tolist() == [True, False]
 
 
 def test_logprobs_and_entropy_are_those_of_numpy_at_the_temperature():

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import pytest
 
+from rl_core.errors import StaleAttempt
 from rl_core.observations import put_observation, read_observation
 from rl_core.records import put_record, read_record
-from rl_core.run_dir import RunDir, json_values, read_json, to_json
+from rl_core.run_dir import RunDir, json_values, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord, WeightVersion
 
 RECORD = StepRecord(
@@ -69,6 +70,18 @@ def test_a_recomputed_record_with_other_weights_is_left_beside_the_stored_one(ru
     put_record(run, RECORD)
     assert put_record(run, replace(RECORD, weights_digest="x", attempt=2)).weights_digest == "w"
     assert strict(run.divergent_record(3, 2).read_bytes())["weights_digest"] == "x"
+
+
+def test_an_attempt_that_is_over_records_nothing(run: RunDir) -> None:
+    put_if_absent(run.attempt(2), to_json({"attempt": 2}))
+    with pytest.raises(StaleAttempt, match="attempt 1 is over, attempt 2 owns the run"):
+        put_record(run, RECORD)
+    assert not run.records.exists()
+    second = replace(RECORD, attempt=2)
+    assert put_record(run, second) is second
+    with pytest.raises(StaleAttempt):
+        put_record(run, replace(RECORD, weights_digest="x"))
+    assert [path.name for path in run.records.iterdir()] == ["step-000000003.json"], "no divergence from it either"
 
 
 def test_an_observation_is_json_and_read_back_with_nan(run: RunDir) -> None:

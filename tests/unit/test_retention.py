@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from rl_core.checkpoint import CheckpointState, checkpoints, newest_whole, write_checkpoint
-from rl_core.errors import BrokenFile, ClaimedShardCorrupt, ConfigError, DiskQuotaTooSmall, ShardRetired
+from rl_core.errors import (
+    BrokenFile,
+    CheckpointDamaged,
+    ClaimedShardCorrupt,
+    ConfigError,
+    DiskQuotaTooSmall,
+    ShardRetired,
+)
 from rl_core.experience import experience as experience_module
 from rl_core.experience.archive import read_archived, try_archive
 from rl_core.experience.audit import audit
@@ -326,6 +333,12 @@ def test_a_start_never_falls_back_behind_the_window(told: RunDir) -> None:
     damage[1].write_bytes(b"{")
     with pytest.raises(ShardRetired, match=r"n-000000001: the steps behind it cannot be trained again .*claim of step 1"
                                            r".* the checkpoints after it are damaged .*n-000000006"):
+        newest_whole(told)
+
+    (told.checkpoint(1) / "manifest.json").write_bytes(b"{")
+    with pytest.raises(CheckpointDamaged, match=r"n-000000006.*n-000000003.*n-000000001.* does not go back to step 0 "
+                                                r"by itself: .*claim of step 0: .* was retired.*new run .*"
+                                                r"`headway rerun told --from-step 0`"):
         newest_whole(told)
 
 

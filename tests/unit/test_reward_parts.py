@@ -105,6 +105,28 @@ def test_every_part_is_tried_before_the_start(tmp_path: Path, part: dict[str, An
     assert check_reward(config(SHORT), cwd=tmp_path, rows=Rows()) == ()
 
 
+def with_gdpo(settings: Config, *named: str) -> Config:
+    return resolve(settings.model_dump(mode="json"), {"learner": {"advantage": {
+        "name": "gdpo", "parts": [{"part": name} for name in named]}}})
+
+
+def test_gdpo_needs_a_reward_that_gives_parts_in_its_trial(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def tried(settings: Config) -> tuple[str, ...]:
+        return check_reward(settings, cwd=tmp_path, rows=Rows())
+
+    with pytest.raises(ConfigError, match=r"^learner.advantage.name: learns from the parts of a reward, and exact gave "
+                                          r"none in its trial on rows.jsonl:1: .*\(got 'gdpo'\)"):
+        tried(with_gdpo(config(), "main"))
+    assert tried(with_gdpo(config(weight=0.5))) == (), "a reward with a weight is the part `main`"
+    assert tried(with_gdpo(config(SHORT), "main", "short.length")) == ()
+    assert tried(with_gdpo(config(SHORT), "main", "shrot")) == (
+        "learner.advantage.parts: the reward gave main, short, short.length in its trial on rows.jsonl:1, and not "
+        "shrot; a step ends the run if no answer of it has such a part",)
+    assert check_reward(with_gdpo(config()), cwd=tmp_path) == (), "without a row nothing is tried"
+
+
 @pytest.mark.parametrize(("settings", "words"), [
     (config(SHORT, SHORT), "scoring.parts: stands twice among the parts main, short, short"),
     (config({**SHORT, "part": "main"}), "scoring.parts: stands twice"),

@@ -20,6 +20,7 @@ from rl_core.checkpoint import newest_whole
 from rl_core.config import Config
 from rl_core.errors import ConfigError, NonFiniteTraining
 from rl_core.learner import batch as stages
+from rl_core.learner.advantages.resampling import resampled, resampling_weights
 from rl_core.learner.critic import load_critic
 from rl_core.learner.kl import KlController
 from rl_core.learner.learner import Learner, fold_claims
@@ -34,6 +35,7 @@ from rl_core.learner.step import training_step
 from rl_core.records import read_record
 from rl_core.run_dir import RunDir, put_if_absent, to_json
 from rl_core.run_identity import identity_payload
+from rl_core.seeds import derive
 from rl_core.types import StepRecord, TrajectoryGroup
 from tests.golden import corrections as golden
 from tests.learning import (
@@ -112,7 +114,7 @@ def step(model: Policy, groups: list[TrajectoryGroup], learner: dict[str, Any], 
     roles.prepare(config.learner, ALONE)
     plan = StepPlan(step=1, idx=1, learning_rate=1e-3, groups=4, minibatch_groups=config.minibatch_groups,
                     max_new_tokens=12, learner=config.learner, skipped_in_a_row=0, max_skipped=0,
-                    kl_beta=config.learner.kl.coef, seed=5)
+                    policy_learns=config.learner.critic.warmup_steps <= 1, kl_beta=config.learner.kl.coef, seed=5)
     result = training_step(policy, make_optimizer(policy, config.learner), ALONE, batch, plan, roles)
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
     return result, gradients, roles
@@ -200,8 +202,7 @@ def test_tokens_that_the_reference_holds_impossible_are_counted_and_have_no_kl(m
     roles.prepare(Config.model_validate({"learner": settings}).learner, ALONE)
     impossible = groups[0].trajectories[0].token_ids_L[0]
     head = roles.reference.model.get_output_embeddings()
-    head.bias = torch.nn.Parameter(torch.zeros(head.weight.shape[0]), requires_grad=False)
-    head.bias.data[int(impossible)] = -math.inf
+    never(head, int(impossible))
     result, gradients, _ = step(model, groups, settings, {}, roles=roles)
     count = sum(int((t.token_ids_L == impossible).sum()) for group in groups for t in group.trajectories)
     assert result.totals["impossible_to_others"] == count > 0 and result.skipped == 0
@@ -381,6 +382,58 @@ def test_distillation_as_a_loss_has_the_gradient_of_its_formula(model, directory
     assert result.totals["distillation"] / tokens == pytest.approx(float(total.detach()), rel=1e-4)
     for name, parameter in stock.named_parameters():
         np.testing.assert_allclose(gradients[name], parameter.grad, rtol=2e-3, atol=3e-6, err_msg=name)
+
+
+def never(head: Any, token: int) -> None:
+    """A bias of minus infinity for this token."""
+    head.bias = torch.nn.Parameter(torch.zeros(head.weight.shape[0]), requires_grad=False)
+    head.bias.data[token] = -math.inf
+
+
+@pytest.mark.parametrize("of", ["teacher", "policy", "both"])
+def test_a_token_that_teacher_or_policy_holds_impossible_has_no_part_in_the_whole_forward_kl(model, other, groups, of):
+    flat, roles = with_rewards(groups, FLAT), Roles({"teacher": other})
+    settings = {"teacher": {"use": "forward_topk", "path": "t", "top_k": 1024}, "loss": {"entropy_coef": 0.1}}
+    roles.prepare(Config.model_validate({"learner": settings}).learner, ALONE)
+    policy, sampled = copy.deepcopy(model), {int(v) for _, answer, _ in answers_of(flat) for v in answer}
+    token = next(v for v in range(policy.vocabulary) if v not in sampled)
+    for whose, one in (("teacher", roles.teacher), ("policy", policy)):
+        if of in (whose, "both"):
+            never(one.model.get_output_embeddings(), token)
+    result, gradients, _ = step(policy, flat, settings, {}, roles=roles)
+    assert result.skipped == 0 and all(torch.isfinite(gradient).all() for gradient in gradients.values())
+    assert math.isfinite(result.totals["entropy"]) and result.totals["impossible_to_others"] == 0
+    assert 0.001 < abs(result.totals["distillation"] / result.totals["distilled_tokens"]) < 10.0
+
+
+DRAWN = {"kl": ({"kl": {"use": "loss", "coef": 0.3, "estimator": "k2"}}, "reference"),
+         "teacher": ({"teacher": {"use": "loss", "path": "t", "coef": 0.3, "estimator": "k2"}}, "teacher")}
+
+
+@pytest.mark.parametrize(("settings", "role"), DRAWN.values(), ids=DRAWN)
+def test_answers_that_were_drawn_again_have_their_term_as_often(model, directory, other, groups, settings, role):
+    flat = [with_rewards([group], [r] * 4)[0] for group, r in zip(groups, [1.0, 2.0, 0.0, 3.0], strict=True)]
+    copies = resampled(resampling_weights(np.repeat([1.0, 2.0, 0.0, 3.0], 4), "pow"), derive(5, 1, 0, 0, "lots"))
+    _, gradients, _ = step(model, flat, {**settings, "resampling": "pow"}, {role: other})
+    stock, beside = (AutoModelForCausalLM.from_pretrained(where) for where in (directory, other))
+    total, tokens = torch.zeros(()), sum(n * len(a) for n, (_, a, _) in zip(copies, answers_of(flat), strict=True))
+    for often, (prompt, answer, _) in zip(copies.tolist(), answers_of(flat), strict=True):
+        policy = logprobs_under_gradient(stock, prompt, answer)[torch.arange(len(answer)), answer]
+        total = total + often * ((policy - answer_logprobs(beside, prompt, answer)) ** 2 / 2).sum() / tokens
+    (0.3 * total).backward()
+    for name, parameter in stock.named_parameters():
+        np.testing.assert_allclose(gradients[name], parameter.grad, rtol=2e-3, atol=3e-6, err_msg=name)
+
+
+def test_a_critic_learns_of_the_answers_that_were_drawn_also_before_the_policy_does(model, directory, groups):
+    """Values of 0, and returns that are the rewards: half the mean of their squares."""
+    rewards, lengths = np.array([r for _, _, r in answers_of(groups)]), [len(a) for _, a, _ in answers_of(groups)]
+    often = resampled(resampling_weights(rewards, "max_min"), derive(5, 1, 0, 0, "lots")) * lengths
+    assert 0 in often
+    for warmup in (0, 9):
+        learner = {"advantage": {"name": "gae"}, "resampling": "max_min", "critic": {"warmup_steps": warmup}}
+        result, _, _ = step(model, groups, learner, {"critic": directory})
+        assert result.critic["critic/value_loss"] == pytest.approx((0.5 * often * rewards**2).sum() / often.sum())
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from rl_core.advantage_settings import PartsAdvantage
 from rl_core.config import Config
-from rl_core.errors import ConfigError, RewardError
+from rl_core.errors import ConfigError, RewardError, refuse
 from rl_core.reward_settings import single_rewards
 from rl_core.rollout.rewards.code import CodeLimits
 from rl_core.rollout.rewards.exact import exact
@@ -17,7 +18,7 @@ from rl_core.rollout.rewards.judge import JudgeScorer
 from rl_core.rollout.rewards.leftovers import Notes, leftovers
 from rl_core.rollout.rewards.pool import ScorerPool
 from rl_core.rollout.rewards.reward_model import ModelTask, check_classifier
-from rl_core.rollout.rewards.weighted import WeightedScorer
+from rl_core.rollout.rewards.weighted import WeightedScorer, add_up
 from rl_core.types import Completion, Prompt, Score
 
 
@@ -99,28 +100,54 @@ def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None =
     """Load the run's reward once, in a process of its own, and try it on the first row with the row's own answer.
 
     Returns what a person should know of a function of theirs that works: that it prints, or leaks threads. Raises
-    ConfigError if it cannot work: no function, columns that some row lacks, an answer by no deadline, no finite number.
-    Without `rows` it is loaded only.
+    ConfigError if it cannot work: no function, columns that some row lacks, an answer by no deadline, no finite number,
+    no parts for gdpo. Without `rows` it is loaded only.
     """
-    return tuple(note for each in single_rewards(config) for note in _check_one(each, cwd, rows))
+    tried = [_check_one(each, cwd, rows) for each in single_rewards(config)]
+    notes = tuple(note for told, _ in tried for note in told)
+    scores = [score for _, score in tried if score is not None]
+    if rows is None or config.learner.advantage.name != "gdpo":
+        return notes
+    return (*notes, *_check_parts(config, _whole_score(config, scores), rows.first()[1]))
 
 
-def _check_one(config: Config, cwd: Path | None, rows: Rows | None) -> tuple[str, ...]:
+def _whole_score(config: Config, scores: Sequence[Score]) -> Score:
+    """What `make_scorer` makes of the scores of `single_rewards`."""
+    main, *more = scores
+    if not config.scoring.parts and config.scoring.weight == 1:
+        return main
+    return add_up(main, config.scoring.weight, [(part.part, part.weight, score) for part, score in zip(
+        config.scoring.parts, more, strict=True)])
+
+
+def _check_parts(config: Config, score: Score, where: str) -> tuple[str, ...]:
+    """Whether gdpo has parts to learn from. Raises ConfigError without any; of named ones that are not there, which
+    another row's answer may have, it tells."""
+    settings = config.learner.advantage
+    assert isinstance(settings, PartsAdvantage)
+    if not score.parts:
+        refuse("learner.advantage.name", "gdpo", f"learns from the parts of a reward, and {config.reward} gave none in "
+               f"its trial on {where}: let it return its parts in a dict, add rewards in scoring.parts, or use grpo")
+    if absent := sorted({one.part for one in settings.parts} - set(score.parts)):
+        return (f"learner.advantage.parts: the reward gave {', '.join(sorted(score.parts))} in its trial on {where}, "
+                f"and not {', '.join(absent)}; a step ends the run if no answer of it has such a part",)
+    return ()
+
+
+def _check_one(config: Config, cwd: Path | None, rows: Rows | None) -> tuple[tuple[str, ...], Score | None]:
+    """What a person should know of one reward, and its score of the first row's own answer."""
     if config.reward in IN_PLACE:
-        if rows is not None:
-            _try_on(InlineScorer(IN_PLACE[config.reward]), config.reward, (), rows)
-        return ()
+        return (), None if rows is None else _try_on(InlineScorer(IN_PLACE[config.reward]), config.reward, (), rows)
     if config.reward == "judge":
-        _try_judge(config, rows)
-        return ()
+        return (), _try_judge(config, rows)
     if config.reward == "reward_model":
         check_classifier(config.scoring.model.path or "", config.scoring.model.label)
-    scorer = function_scorer(config, cwd=cwd, quiet=True, watch=True)
+    scorer, score = function_scorer(config, cwd=cwd, quiet=True, watch=True), None
     try:
         columns = scorer.start()
         loading, calls = scorer.notes, list[Notes]()
         if rows is not None:
-            _try_on(scorer, config.reward, columns, rows)
+            score = _try_on(scorer, config.reward, columns, rows)
             calls.append(scorer.notes)
             if calls[0].get("threads"):  # a pool for all calls, or one more at each?
                 _try_on(scorer, config.reward, (), rows)
@@ -128,25 +155,24 @@ def _check_one(config: Config, cwd: Path | None, rows: Rows | None) -> tuple[str
     finally:
         scorer.close()
     told = () if is_own(config.reward) else leftovers(loading, calls)
-    return tuple(f"reward: {config.reward} {each}" for each in told)
+    return tuple(f"reward: {config.reward} {each}" for each in told), score
 
 
-def _try_judge(config: Config, rows: Rows | None) -> None:
+def _try_judge(config: Config, rows: Rows | None) -> Score | None:
     """One question, unless there is no row to ask about."""
     judge = JudgeScorer(config.scoring.judge, deadline_s=config.deadlines.reward_s)
     try:
-        if rows is not None:
-            _try_on(judge, config.reward, (), rows)
+        return None if rows is None else _try_on(judge, config.reward, (), rows)
     finally:
         judge.close()
 
 
-def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> None:
+def _try_on(scorer: Scorer, reward: str, columns: Sequence[str], rows: Rows) -> Score:
     if missing := missing_columns(reward, columns, rows.without):
         raise ConfigError(missing[0])
     prompt, where = rows.first()
     try:
-        scorer(prompt, prompt.answer)
+        return scorer(prompt, prompt.answer)
     except RewardError as error:
         remedy = "see that the judge answers at scoring.judge.url, and what it answers (docs/rewards.md 9)" \
             if reward == "judge" else "give the row another ground truth" if is_own(reward) or reward in IN_PLACE else \

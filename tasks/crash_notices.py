@@ -1,0 +1,106 @@
+"""The automation that tells of a night whose process was killed: it cannot tell anybody itself, so that Prefect's
+server does it, by the block that `notify` of the deployed nightly names (docs/nightly.md 6). Asked by HTTP: imports no
+Prefect.
+
+A variable of the worker's environment (`env:NAME`) is not known to the server: then there is no such automation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core.errors import ConfigError, DeadPart
+from tasks import servers
+
+NAME = "headway: a night has crashed"
+FLOW = "nightly"
+ANSWER_S = 10.0
+"""A block that is not told in time would be taken for one that is not there."""
+WEBHOOK = "webhook"
+"""Slug of the type of block that is called with JSON. What others take is subject and text."""
+SUBJECT = "{{ flow_run.name }}: crashed"
+TEXT = "{{ flow_run.name }}: crashed: {{ flow_run.state.message }}"
+WORDS = ('{"subject": {{ (flow_run.name ~ ": crashed") | tojson }}, '
+         '"text": {{ (flow_run.name ~ ": crashed: " ~ flow_run.state.message) | tojson }}, '
+         '"night": {{ flow_run.name | tojson }}, "verdict": "crashed", '
+         '"reasons": [{{ flow_run.state.message | tojson }}]}')
+"""As of a night that failed (night_end.tell_trouble); the name of the flow run stands for the key of the night."""
+
+
+def check(api_url: str, auth: str | None, notify: str | None) -> None:
+    """Raises ConfigError for a block that the server does not have."""
+    if _name(notify) is not None and _block(api_url, auth, notify) is None:
+        raise ConfigError(f"--param notify={notify}: there is no such block; make it on Prefect's page (Blocks) first")
+
+
+def ensure(api_url: str, auth: str | None, notify: str | None) -> None:
+    """Have the automation as `notify` asks for it: made, changed to another block, or taken away. One that a person has
+    switched off stays off. Raises DeadPart where the server does not take it."""
+    action, found = _action(_block(api_url, auth, notify)), _find(api_url, auth)
+    if action is None and found is not None:
+        _call(api_url, auth, "DELETE", f"/automations/{found['id']}")
+    elif action is not None and found is None:
+        _call(api_url, auth, "POST", "/automations/", _automation(action))
+    elif action is not None and found is not None and not _does(found, action):
+        _call(api_url, auth, "PUT", f"/automations/{found['id']}", _automation(action, enabled=found["enabled"]))
+    else:
+        return
+    now = _find(api_url, auth)
+    if (now is not None) if action is None else not _does(now, action):
+        raise DeadPart(f"the Prefect server at {api_url} did not take the change of the automation {NAME!r}")
+
+
+def _call(api_url: str, auth: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    return servers.prefect_call(api_url, auth, method, path, body, timeout_s=ANSWER_S)
+
+
+def _find(api_url: str, auth: str | None) -> dict[str, Any] | None:
+    """The automation as the server has it; None where it has none. Raises DeadPart where it does not say."""
+    found = _call(api_url, auth, "POST", "/automations/filter", {"automations": {"name": {"any_": [NAME]}}})
+    if found is None:
+        raise DeadPart(f"the Prefect server at {api_url} did not say within {ANSWER_S:.0f} s whether it has the "
+                       f"automation {NAME!r}")
+    return found[0] if found else None
+
+
+def _name(notify: str | None) -> tuple[str, str] | None:
+    """`block:webhook/morning` -> `("webhook", "morning")`; None for what is no block."""
+    kind, _, name = (notify or "").partition(":")
+    slug, slash, document = name.partition("/")
+    return (slug, document) if kind == "block" and slash else None
+
+
+def _block(api_url: str, auth: str | None, notify: str | None) -> dict[str, Any] | None:
+    """The block as the server has it."""
+    if (name := _name(notify)) is None:
+        return None
+    return _call(api_url, auth, "GET", f"/block_types/slug/{name[0]}/block_documents/name/{name[1]}")
+
+
+def _action(block: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What the automation does; None without a block, and with one that Prefect's server cannot use."""
+    if block is None:
+        return None
+    if block["block_type"]["slug"] == WEBHOOK:
+        return {"type": "call-webhook", "block_document_id": block["id"], "payload": WORDS}
+    if "notify" in block["block_schema"]["capabilities"]:
+        return {"type": "send-notification", "block_document_id": block["id"], "subject": SUBJECT, "body": TEXT}
+    return None
+
+
+def _automation(action: dict[str, Any], *, enabled: bool = True) -> dict[str, Any]:
+    """As Prefect's API takes it."""
+    return {
+        "name": NAME, "enabled": enabled, "actions": [action],
+        "description": "The process of a night was killed. `headway deploy --param notify=` changes or removes this.",
+        "trigger": {
+            "type": "event", "posture": "Reactive", "threshold": 1, "within": 0,
+            "match": {"prefect.resource.id": "prefect.flow-run.*"},
+            "match_related": {"prefect.resource.role": "flow", "prefect.resource.name": FLOW},
+            "for_each": ["prefect.resource.id"], "expect": ["prefect.flow-run.Crashed"]}}
+
+
+def _does(found: dict[str, Any] | None, action: dict[str, Any]) -> bool:
+    """Whether an automation as the server has it does this."""
+    return found is not None and len(found["actions"]) == 1 \
+        and {name: found["actions"][0].get(name) for name in action} == action

@@ -1,0 +1,136 @@
+"""The short form of `make test-services`: one set-up with the real servers, from `up` to `down`, and the faults that
+cost no more than seconds. What takes minutes is in tests/services."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from rl_core.summary import stored_mlflow_run
+from tasks import databases, servers, silent_runs
+from tests.kept import SMALL, KeptHome, wait_until
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptHome]:
+    kept_home = KeptHome.at(tmp_path_factory.mktemp("kept"))
+    kept_home.up()
+    yield kept_home
+    kept_home.down()
+
+
+def status_of(page: str, path: str, **headers: str) -> int:
+    request = urllib.request.Request(page + path, b"{}", {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
+
+
+def test_a_run_of_a_deployment_completes_while_its_servers_are_killed(home: KeptHome) -> None:
+    """Both come back at their addresses; an unknown preset fails with the names of those that exist."""
+    deployed = home.call("deploy", "--cron", "0 2 * * *", "--json")
+    assert deployed.process.returncode == 0, deployed.said
+    assert {one["name"] for one in deployed.json["deployments"]} == {
+        "train/adhoc", "nightly/nightly", "rerun/from-step", "replay/step"}
+    unknown = home.submit("train/adhoc", preset="tiny-gpu")
+    run = home.submit("train/adhoc", preset="tiny-cpu", run_key="short", overrides={**SMALL, "total_steps": 60})
+    wait_until(lambda: home.run("short").record(2).exists(), 120, "step 2")
+    home.kill("prefect", "mlflow")
+    assert home.wait_for_state(run, "COMPLETED")["run_count"] == 1
+    message = home.wait_for_state(unknown, "FAILED")["state"]["message"]
+    assert "tiny-gpu" in message and "tiny-cpu" in message
+    mlflow_run = stored_mlflow_run(home.run("short"))
+    assert mlflow_run is not None
+    status, points = home.tracked(mlflow_run)
+    assert status == "FINISHED" and set(points.values()) == {1}
+    assert [step for name, step in sorted(points) if name == "reward/mean"] == list(range(60))
+
+
+SILENT = {
+    # flow, state, begun before the server's start, heard of since, a process is here -> crashed
+    "nobody heard of it since": ("train", "RUNNING", True, False, False, True),
+    "not begun, and its worker is gone": ("nightly", "PENDING", True, False, False, True),
+    "heard of since": ("train", "RUNNING", True, True, False, False),
+    "its process is here": ("train", "RUNNING", True, False, True, False),
+    "begun since": ("train", "RUNNING", False, False, False, False),
+    "a flow of others": ("theirs", "RUNNING", True, False, False, False),
+    "not taken by a worker yet": ("train", "SCHEDULED", True, False, False, False)}
+
+
+def test_after_the_server_was_away_the_dead_are_crashed_and_the_living_are_not(home: KeptHome) -> None:
+    made = {case: home.planted(*row[:2]) for case, row in SILENT.items() if row[2]}
+    since = datetime.now(UTC)
+    made |= {case: home.planted(*row[:2]) for case, row in SILENT.items() if not row[2]}
+    heartbeats = [heartbeat(made[case], since + timedelta(seconds=1)) for case, row in SILENT.items() if row[3]]
+    home.ask("POST", "/events", heartbeats)
+    alive = {made[case] for case, row in SILENT.items() if row[4]}
+    secret = servers.prefect_auth(home.path)
+    wait_until(lambda: bool(events_of(home, made["heard of since"])), 20, "the heartbeat is in the feed")
+    crashed = silent_runs.crash_the_dead(f"{home.prefect_page}/api", secret, since, lambda run, name: run in alive)
+    states = {case: home.flow_run(run)["state_type"] for case, run in made.items()}
+    assert states == {case: "CRASHED" if row[5] else row[1] for case, row in SILENT.items()}
+    assert len(crashed) == sum(row[5] for row in SILENT.values())
+    assert "Retry goes on" in home.flow_run(made["nobody heard of it since"])["state"]["message"]
+
+
+def test_a_server_that_starts_again_does_not_hold_its_own_absence_against_a_run(home: KeptHome) -> None:
+    """What it would wait for is forgotten: the run has not been heard because nobody could hear it."""
+    run = home.planted("train", "RUNNING")
+    home.ask("POST", "/events", [heartbeat(run, datetime.now(UTC))])
+    wait_until(lambda: windows_of(home, run) > 0, 30, "the server waits for the next heartbeat")
+    home.kill("prefect")
+    assert windows_of(home, run) == 0
+
+
+def heartbeat(run: str, at: datetime) -> dict[str, Any]:
+    return {"id": str(uuid4()), "event": silent_runs.HEARTBEAT, "occurred": at.isoformat(),
+            "resource": {"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.name": "x"},
+            "related": [{"prefect.resource.id": f"prefect.flow.{uuid4()}", "prefect.resource.role": "flow",
+                         "prefect.resource.name": "train"}], "payload": {}}
+
+
+def events_of(home: KeptHome, run: str) -> list[Any]:
+    asked = {"filter": {"event": {"name": [silent_runs.HEARTBEAT]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}}
+    return home.ask("POST", "/events/filter", asked)["events"]
+
+
+def windows_of(home: KeptHome, run: str) -> int:
+    """Of the automations: until when the server wants to hear of the run."""
+    with closing(sqlite3.connect(databases.file(home.path, "prefect"))) as database:
+        return database.execute("select count(*) from automation_bucket where bucketing_key like ?",
+                                (f"%{run}%",)).fetchone()[0]
+
+
+def test_who_has_no_password_or_comes_from_another_page_is_refused(home: KeptHome) -> None:
+    assert status_of(home.prefect_page, "/api/flow_runs/filter") == 401
+    search = "/api/2.0/mlflow/experiments/search"
+    assert status_of(home.mlflow_page, search, Origin="http://evil.example") == 403
+
+
+def test_what_a_killed_supervisor_leaves_is_named_and_taken_over(home: KeptHome) -> None:
+    before = home.report()
+    os.kill(before["supervisor"], signal.SIGKILL)
+    wait_until(lambda: not home.report()["up"], 20, "the supervisor is gone")
+    assert any("supervisor is gone" in text for text in home.call("services", "doctor", "--json").json["findings"])
+    after = home.up()
+    assert {name: one["pid"] for name, one in after["services"].items()} == {
+        name: one["pid"] for name, one in before["services"].items()}
+    assert databases.state(home.path, "prefect") == databases.state(home.path, "mlflow") == "current"
+
+
+def test_what_is_ended_leaves_its_ports(home: KeptHome) -> None:
+    home.down()
+    assert not home.report()["up"]
+    assert servers.is_free(home.prefect_port) and servers.is_free(home.mlflow_port)
