@@ -26,9 +26,9 @@ def own_packages_first(path: list[str], tree: str) -> list[str]:
 def main() -> None:
     """Entry point of the command."""
     sys.path[:] = own_packages_first(sys.path, os.path.dirname(os.path.abspath(__file__)))
-    from flows.cli import main as run
+    from flows.cli import process
 
-    run()
+    process()
 
 
 if __name__ == "__main__":

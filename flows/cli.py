@@ -372,9 +372,20 @@ def data_check(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry point of the `headway` command."""
+    """Run one command; raises SystemExit with its exit code."""
     app(args=args)
 
 
+def process() -> None:
+    """A process that is one command, and is gone when that has ended."""
+    from flows.command import leave
+
+    try:
+        main()
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+        raise
+
+
 if __name__ == "__main__":
-    main()
+    process()

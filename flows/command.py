@@ -10,7 +10,9 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -33,6 +35,8 @@ USERS_TO_MEND = (ConfigError, DataError, RunIsAlive, NoExclusiveCreate, BrokenFi
 """REFUSED: the message says what to do."""
 WENT_WRONG = (DeadPart, RewardError, RunEnded, OSError)
 """FAILED: something did not do its part."""
+LEAVE_S = 5.0
+"""What a process has to be gone once its command has ended."""
 QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
@@ -92,6 +96,18 @@ def answer(read: Callable[[], Mapping[str, Any]], lines: Callable[[Any], Sequenc
         return 0 if holds(report) else FAILED
 
     return guarded(work, stopped=stopped)
+
+
+def leave(code: int) -> None:
+    """Have the process gone LEAVE_S from now, whatever still runs in it: all is said, written and ended by now, but at
+    exit Python waits for threads without a deadline, such as one that asks a Ray head that is dead, or Prefect's, that
+    has last lines for a server that is."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    end = threading.Timer(LEAVE_S, os._exit, (code,))
+    end.daemon = True
+    end.start()
 
 
 def leave_on_sigterm() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,3 +202,24 @@ def test_an_answer_is_words_or_json_and_its_code_says_whether_it_holds(capsys: p
     assert asked(as_json=False) == (1, "n 3\n")
     assert asked(as_json=True) == (1, '{"holds": false, "n": 3}\n')
     assert asked(as_json=True, both=True) == (1, 'n 3\n{"holds": false, "n": 3}\n')
+
+
+STUCK = """
+import atexit, sys, threading, time
+from flows import cli, command
+command.LEAVE_S = 0.5
+threading.Thread(target=time.sleep, args=(60,)).start()  # as one that asks a Ray head that is dead
+threading._register_atexit(time.sleep, 60)  # as what Prefect does for a server that is away
+sys.argv = ["headway", *sys.argv[1:]]
+cli.process()
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(("--help",), 0), (("status", "no-such-run"), 2)], ids=["said", "refused"])
+def test_a_command_that_has_ended_is_gone_whatever_still_waits_in_it(words: tuple[str, ...], code: int,
+                                                                     tmp_path: Path) -> None:
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", STUCK, *words], env=os.environ | {"HEADWAY_HOME": str(tmp_path)},
+                          capture_output=True, text=True, timeout=50)
+    assert done.returncode == code and time.monotonic() - begun < 30
+    assert ("Usage" in done.stdout) if code == 0 else ("no-such-run" in done.stderr)
