@@ -192,7 +192,6 @@ class TorchEngine:
             if self._closed:
                 return False
             swaps, cancelled = list(self._swaps), self._cancelled
-            self._swaps.clear()
             self._cancelled = set()
         for swap in swaps:
             self._install(swap)
@@ -209,6 +208,8 @@ class TorchEngine:
     def _install(self, swap: _Swap) -> None:
         self._model.install(swap.prepared)
         self._served = swap.version
+        with self._changed:
+            self._swaps.popleft()  # not before: whoever waits for one that cannot be installed must hear of it
         swap.done.set_result(None)
 
     def _cancel(self, request_ids: set[str]) -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -381,6 +381,21 @@ def test_an_engine_that_dies_tells_everybody_who_waits(endless: Path, tmp_path: 
     with pytest.raises(DeadPart):
         engine.swap(WeightVersion(v=2, step=2, idx=2, attempt=1, digest=digest_tensors(load_file(
             tmp_path / "nan" / "model.safetensors").items())), tmp_path / "nan")
+    engine.close()
+
+
+def test_a_swap_that_cannot_be_installed_is_told_at_once(endless: Path, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing else in flight that would tell."""
+    engine = TorchEngine(endless, slots=1)
+
+    def lost(prepared: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(engine._model, "install", lost)
+    version = publish(tmp_path / "next", 1, load_file(endless / "model.safetensors"))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(DeadPart, match=r"died of RuntimeError.*the device is lost"):
+        pool.submit(engine.swap, version, tmp_path / "next").result(DEADLINE_S)
     engine.close()
 
 
