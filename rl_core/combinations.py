@@ -38,8 +38,10 @@ def check_combination(learner: LearnerConfig) -> None:
 
 
 def check_lengths(config: Config) -> None:
-    """Raises ConfigError for an overlong penalty that does not fit the longest answer."""
+    """Raises ConfigError for an overlong penalty that does not fit the longest answer, or that nothing comes of."""
     loss, longest = config.learner.loss, config.sampling.max_new_tokens
+    if loss.truncated == "penalty" and (name := config.learner.advantage.name) in NO_PENALTY:
+        refuse("learner.loss.truncated", "penalty", NO_PENALTY[name])
     if (loss.truncated == "penalty") != (loss.overlong_buffer is not None):
         refuse("learner.loss.overlong_buffer", loss.overlong_buffer,
                "belongs to learner.loss.truncated=penalty, which needs it; set both or none")
@@ -109,8 +111,6 @@ def _check_estimator(learner: LearnerConfig) -> None:
     if name in TOKEN_BASELINES and (learner.correction.mode == "bypass" or loss.proximal == "loglinear"):
         refuse("learner.advantage.name", name, "needs the proximal policy's distribution at every token; use "
                                                "learner.correction.mode=decoupled and learner.loss.proximal=recompute")
-    if loss.truncated == "penalty" and name in NO_PENALTY:
-        refuse("learner.loss.truncated", "penalty", NO_PENALTY[name])
 
 
 def _check_loss(learner: LearnerConfig) -> None:

@@ -295,7 +295,6 @@ def check(config: Config) -> None:
     check_combination(c.learner)
     check_lengths(c)
     check_baseline(c)
-    check_no_spread(c)
     check_sessions(c)
     if c.offline and loss.proximal == "loglinear":
         refuse("learner.loss.proximal", "loglinear", "is reckoned by the ages of tokens, and those of another run's "
@@ -325,6 +324,7 @@ def check(config: Config) -> None:
 def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     """Totals of the run, and the refusals that need the inputs. Raises ConfigError."""
     check(config)
+    check_no_spread(config)  # of what a claim will leave out: a replay has its claim
     prompt = facts.longest_prompt if facts else config.data.max_prompt_tokens
     worst = GROUP_OVERHEAD_BYTES + BYTES_PER_TOKEN * (prompt + config.group_size * config.sampling.max_new_tokens)
     if config.rollout.session is not None:  # each answer with a prompt of its own

@@ -18,6 +18,7 @@ from rl_core.learner.advantages.estimate import advantages, answers_of, estimato
 from rl_core.learner.advantages.gae import ValueFacts, estimate_from_values
 from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
 from rl_core.learner.losses.tokens import loss_module
+from rl_core.learner.replay import tried_settings
 from rl_core.loss_settings import Aggregation, LossConfig
 from rl_core.no_spread import HAS_A_GRADIENT, HAS_A_LITTLE
 from rl_core.plan import check, make_plan, parse_overrides, resolve
@@ -30,7 +31,7 @@ DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read
 def settled(*sets: str, base: Config | None = None) -> Config:
     preset = load_preset("tiny-cpu") if base is None else base.model_dump(mode="json")
     config = resolve(preset, parse_overrides(sets))
-    check(config)
+    make_plan(config)
     return config
 
 
@@ -276,3 +277,12 @@ NAMED = {  # what a setting may be, and what its line in the document begins wit
 def test_corrections_aggregations_and_kl_estimators_have_their_line_with_their_use_in_the_document(line: str) -> None:
     rows = re.findall(rf"^\| [^|]*`{re.escape(line)}`[^|]*\|.*\|$", DOCUMENT, re.MULTILINE)
     assert any(len(row.split("|")) == 6 and all(cell.strip() for cell in row.split("|")[1:4]) for row in rows)
+
+
+def test_a_replay_tries_an_estimator_that_a_start_would_refuse_beside_what_the_claim_left_out() -> None:
+    """The claim is a fact: which groups it left out is no question any more."""
+    recorded = settled(DROP, "learner.advantage.name=grpo")
+    tried = tried_settings(recorded, {"learner": {"advantage": {"name": "reinforce_plus_plus"}}})
+    assert tried.learner.advantage.name == "reinforce_plus_plus"
+    with pytest.raises(ConfigError, match=r"rollout\.no_spread"):
+        make_plan(tried)
