@@ -5,12 +5,11 @@ Imports prefect only when its address is there: it reads its settings when it is
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from flows.command import FAILED, QUIET, USERS_TO_MEND, hush
+from flows.command import FAILED, USERS_TO_MEND, hush
 from flows.console import cause_lines, stage, stopped_lines
-from flows.launch import STOPPED_BY, _brief, _completed, _Flow, _refused, _run_flow, _said, _Start
+from flows.launch import STOPPED_BY, _brief, _completed, _Flow, _refused, _run_flow, _said, _set_client, _Start
 from flows.presets import settings_of
 from rl_core.config import Config
 from rl_core.errors import BrokenFile, NightFailed
@@ -30,6 +29,7 @@ def finish(start: _Start, night: Night) -> int:
     if not start.verbose:  # before anything heavy is imported
         hush()
     from tasks import services
+    from tasks.inspection import read_result
     from tasks.night_files import has_ended, refuse_if_busy, unfinished
     from tasks.paths import headway_home, run_dir
 
@@ -44,7 +44,8 @@ def finish(start: _Start, night: Night) -> int:
     console.line(f"  night {night.key}: {len(night.runs) - len(left)} of {len(night.runs)} runs are trained")
     api, why = services.join_prefect(headway_home(), isolated=config.isolated)
     console.line(f"  prefect: {api} ({why})")
-    os.environ.update(QUIET if not start.verbose else {})
+    _set_client(start)
+    before = {run.run_key: read_result(run_dir(run.run_key)) for run in night.runs}
 
     def rerun() -> Any:
         from flows.rerun import rerun  # imports prefect and ray, with the address in place
@@ -53,7 +54,9 @@ def finish(start: _Start, night: Night) -> int:
 
     flow = _run_flow(start, [run_dir(run.run_key).status for run in left], rerun)
     start.prefect_away = not flow.name
-    return _ended(start, night, flow)
+    stopped = [result for run in night.runs if (result := read_result(run_dir(run.run_key))) != before[run.run_key]
+               and result.get("status") == "cancelled"]
+    return _ended(start, night, flow, stopped[0] if stopped else None)
 
 
 def _take_over(start: _Start, night: Night) -> None:
@@ -77,8 +80,9 @@ def _settings(night: Night) -> Config:
     return settings_of(night, night.runs[0])[1]
 
 
-def _ended(start: _Start, night: Night, flow: _Flow) -> int:
-    """Say how it ended. Whether the night has ended stands on disk, also where Prefect's server is away."""
+def _ended(start: _Start, night: Night, flow: _Flow, stopped: dict[str, Any] | None) -> int:
+    """Say how it ended. Whether the night has ended, and what a run that was `stopped` wrote, stands on disk, also
+    where Prefect's server is away."""
     from tasks.inspection import read_result, steps_done
     from tasks.night_files import has_ended, unfinished
     from tasks.paths import run_dir
@@ -93,8 +97,8 @@ def _ended(start: _Start, night: Night, flow: _Flow) -> int:
     left = unfinished(night)
     start.run_key = (left[0] if left else night.runs[-1]).run_key
     run = run_dir(start.run_key)
-    if flow.name == "CANCELLED" and left:
-        result = read_result(run)
+    if (flow.name == "CANCELLED" or stopped is not None) and left:
+        result = stopped or read_result(run)
         name = result.get("signal", "SIGINT")
         lines = stopped_lines(run_key=start.run_key, signal=name, step=steps_done(run),
                               total=settings_of(night, left[0])[1].total_steps, resume=f"headway rerun {night.key}")

@@ -183,9 +183,7 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
     ours = True
     try:
         services.export(where)
-        os.environ.update(QUIET if not start.verbose else {})
-        os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # 6 s for a call; its default tries for a minute
-        os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "10")  # of a server that hangs; its default is a minute
+        _set_client(start)
         before = read_result(run)
         flow = _run_flow(start, [run.status], lambda: _train(start, changes))
         start.prefect_away = not flow.name
@@ -353,6 +351,13 @@ def _show(console: Console, before: Mapping[Path, int]) -> None:
             if status.stat().st_mtime_ns > written:
                 console.show(view_of(json.loads(status.read_text())))
                 return
+
+
+def _set_client(start: _Start) -> None:
+    """How this process asks Prefect's server, set before prefect is imported."""
+    os.environ.update(QUIET if not start.verbose else {})
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # 6 s for a call; its default tries for a minute
+    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "10")  # of a server that hangs; its default is a minute
 
 
 def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -> int:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_core.errors import ConfigError, DeadPart
+from rl_core.errors import ConfigError
 from tasks import servers
 
 NAME = "headway: a night has crashed"
 FLOW = "nightly"
-ANSWER_S = 10.0
-"""A block that is not told in time would be taken for one that is not there."""
 WEBHOOK = "webhook"
 """Slug of the type of block that is called with JSON. What others take is subject and text."""
 SUBJECT = "{{ flow_run.name }}: crashed"
@@ -28,38 +26,28 @@ WORDS = ('{"subject": {{ (flow_run.name ~ ": crashed") | tojson }}, '
 
 
 def check(api_url: str, auth: str | None, notify: str | None) -> None:
-    """Raises ConfigError for a block that the server does not have."""
+    """Raises ConfigError for a block that the server does not have, DeadPart where it does not say."""
     if _name(notify) is not None and _block(api_url, auth, notify) is None:
         raise ConfigError(f"--param notify={notify}: there is no such block; make it on Prefect's page (Blocks) first")
 
 
 def ensure(api_url: str, auth: str | None, notify: str | None) -> None:
     """Have the automation as `notify` asks for it: made, changed to another block, or taken away. One that a person has
-    switched off stays off. Raises DeadPart where the server does not take it."""
+    switched off stays off. Raises DeadPart where the server does not say, or take it."""
     action, found = _action(_block(api_url, auth, notify)), _find(api_url, auth)
     if action is None and found is not None:
-        _call(api_url, auth, "DELETE", f"/automations/{found['id']}")
+        servers.prefect_ask(api_url, auth, "DELETE", f"/automations/{found['id']}")
     elif action is not None and found is None:
-        _call(api_url, auth, "POST", "/automations/", _automation(action))
+        servers.prefect_ask(api_url, auth, "POST", "/automations/", _automation(action))
     elif action is not None and found is not None and not _does(found, action):
-        _call(api_url, auth, "PUT", f"/automations/{found['id']}", _automation(action, enabled=found["enabled"]))
-    else:
-        return
-    now = _find(api_url, auth)
-    if (now is not None) if action is None else not _does(now, action):
-        raise DeadPart(f"the Prefect server at {api_url} did not take the change of the automation {NAME!r}")
-
-
-def _call(api_url: str, auth: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    return servers.prefect_call(api_url, auth, method, path, body, timeout_s=ANSWER_S)
+        servers.prefect_ask(api_url, auth, "PUT", f"/automations/{found['id']}",
+                            _automation(action, enabled=found["enabled"]))
 
 
 def _find(api_url: str, auth: str | None) -> dict[str, Any] | None:
-    """The automation as the server has it; None where it has none. Raises DeadPart where it does not say."""
-    found = _call(api_url, auth, "POST", "/automations/filter", {"automations": {"name": {"any_": [NAME]}}})
-    if found is None:
-        raise DeadPart(f"the Prefect server at {api_url} did not say within {ANSWER_S:.0f} s whether it has the "
-                       f"automation {NAME!r}")
+    """The automation as the server has it; None where it has none."""
+    found = servers.prefect_ask(api_url, auth, "POST", "/automations/filter",
+                                {"automations": {"name": {"any_": [NAME]}}})
     return found[0] if found else None
 
 
@@ -74,7 +62,7 @@ def _block(api_url: str, auth: str | None, notify: str | None) -> dict[str, Any]
     """The block as the server has it."""
     if (name := _name(notify)) is None:
         return None
-    return _call(api_url, auth, "GET", f"/block_types/slug/{name[0]}/block_documents/name/{name[1]}")
+    return servers.prefect_ask(api_url, auth, "GET", f"/block_types/slug/{name[0]}/block_documents/name/{name[1]}")
 
 
 def _action(block: dict[str, Any] | None) -> dict[str, Any] | None:

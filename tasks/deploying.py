@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -44,7 +45,7 @@ def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None
     env = servers.clean_environ() | servers.own_path() | servers.not_proxied() \
         | servers.prefect_client_env(home, api, auth) | {"PWD": str(directory), "PYTHONSAFEPATH": "1",
                                                          "PREFECT_LOGGING_LEVEL": "WARNING", "NO_COLOR": "1"}
-    before = servers.prefect_call(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
+    before = servers.prefect_ask(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
     with _with_parameters(home, source, {} if before is None else before["parameters"], parameters or {}) as file:
         try:
             done = subprocess.run([sys.executable, "-P", "-m", "prefect", "--no-prompt", "deploy", "--all",
@@ -57,7 +58,7 @@ def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None
         raise DeadPart(f"prefect deploy ended with {done.returncode}:\n{said.strip()}")
     if cron is not None:
         _schedule(api, auth, cron, timezone)
-    nightly = servers.prefect_call(api, auth, "GET", f"/deployments/name/{NIGHTLY}", timeout_s=crash_notices.ANSWER_S)
+    nightly = servers.prefect_ask(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
     if nightly is not None:
         crash_notices.ensure(api, auth, nightly["parameters"].get("notify"))
     return [_registered(page, api, auth, name, said) for name in names]
@@ -66,19 +67,30 @@ def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None
 def server(home: Path, environ: Mapping[str, str] = os.environ) -> tuple[str, str, str | None]:
     """Page, API and password of the kept Prefect server; where none is kept, of the one that PREFECT_API_URL and
     PREFECT_API_AUTH_STRING name. Raises ConfigError where there is neither, DeadPart where that one does not answer."""
-    page, api = kept.address(home, "prefect"), kept.prefect_api(home)
-    if page is not None and api is not None:
+    if (page := kept.address(home, "prefect")) is not None:
+        if (api := kept.prefect_api(home)) is None:
+            raise DeadPart(f"the kept Prefect server at {page} does not answer; `headway services status`")
         return page, api, servers.prefect_auth(home)
     api, auth = environ.get("PREFECT_API_URL", "").rstrip("/"), environ.get("PREFECT_API_AUTH_STRING") or None
     if not api:
         raise ConfigError(f"no Prefect server is kept under {home}: `headway services up`, or name one of your own by "
                           "PREFECT_API_URL and PREFECT_API_AUTH_STRING")
-    if not api.startswith(("http://", "https://")) or not api.endswith("/api"):
-        raise ConfigError(f"PREFECT_API_URL is {redact(api)!r}; write http://host:4200/api")
+    if not _is_address(api):
+        raise ConfigError(f"PREFECT_API_URL is {redact(api)!r}; write http://host:4200/api, the password in "
+                          "PREFECT_API_AUTH_STRING")
     if not servers.prefect_answers(api, auth):
         raise DeadPart(f"the Prefect server at PREFECT_API_URL, {redact(api)}, does not answer, or refuses "
                        f"{'the password of PREFECT_API_AUTH_STRING' if auth else 'who has no PREFECT_API_AUTH_STRING'}")
     return api.removesuffix("/api"), api, auth
+
+
+def _is_address(api: str) -> bool:
+    try:
+        parts = urlsplit(api)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 \
+            and "@" not in parts.netloc and parts.path.endswith("/api")
+    except ValueError:  # a port that is no number
+        return False
 
 
 def check_cron(cron: str, timezone: str | None) -> None:

@@ -281,6 +281,31 @@ def prefect_answers(api_url: str, auth: str | None) -> bool:
 def prefect_call(api_url: str, auth: str | None, method: str, path: str,
                  body: dict[str, Any] | list[Any] | None = None, timeout_s: float = 2.0) -> Any:
     """What a Prefect server answers, parsed; None where it does not, refuses, or does not know what is asked for."""
+    try:
+        status, answer = _asked(api_url, auth, method, path, body, timeout_s)
+        return json.loads(answer) if status in (200, 201) else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+
+
+def prefect_ask(api_url: str, auth: str | None, method: str, path: str,
+                body: dict[str, Any] | list[Any] | None = None, timeout_s: float = 10.0) -> Any:
+    """The same where silence must not be taken for a no: None is what the server does not have (404), or has nothing to
+    say of. Raises DeadPart for every other answer, and for none."""
+    try:
+        status, answer = _asked(api_url, auth, method, path, body, timeout_s)
+        if status == 404 or (not answer and status < 300):
+            return None
+        if status < 300:
+            return json.loads(answer)
+        said = f"answered {status}"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        said = f"did not answer in {timeout_s:g} s ({type(error).__name__})"
+    raise DeadPart(f"the Prefect server at {api_url} {said} to {method} {path}")
+
+
+def _asked(api_url: str, auth: str | None, method: str, path: str, body: dict[str, Any] | list[Any] | None,
+           timeout_s: float) -> tuple[int, bytes]:
     where = urlsplit(api_url)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     connection = kind(where.netloc.rpartition("@")[2], timeout=timeout_s)
@@ -290,9 +315,7 @@ def prefect_call(api_url: str, auth: str | None, method: str, path: str,
             headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
         connection.request(method, where.path + path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
-        return json.loads(answer.read()) if answer.status in (200, 201) else None
-    except (OSError, http.client.HTTPException, ValueError):
-        return None
+        return answer.status, answer.read()
     finally:
         connection.close()
 

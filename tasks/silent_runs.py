@@ -24,6 +24,7 @@ from typing import Any
 
 from rl_core.errors import DeadPart
 from tasks import databases, servers
+from tasks.kept import POOL
 
 NAME = "headway: a flow run without a heartbeat has crashed"
 NEVER_BEGAN = "headway: a flow run that did not begin has crashed"
@@ -86,58 +87,75 @@ def ensure(api_url: str, auth: str | None) -> None:
 HEARD_AGAIN_S = BEGIN_S + servers.HEARTBEAT_S
 """After a start of the server: those who live have said so, and a worker has begun what it had taken."""
 WINDOWS = "delete from automation_bucket where automation_id in (select id from automation where name in ({}))"
+DATABASE_S = 5
 
 
 def forget_windows(home: Path) -> None:
-    """Before a kept server starts: nobody could be heard while it was away. Raises DeadPart for a database that does
-    not answer; one without these tables has nothing to forget."""
-    if databases.is_sqlite(home, "prefect"):
-        place = databases.file(home, "prefect")
-        if place.exists():
-            try:
-                with closing(sqlite3.connect(place, timeout=30)) as database, database:
-                    database.execute(WINDOWS.format(", ".join("?" * len(NAMES))), NAMES)
-            except sqlite3.Error:  # no such table yet, or no database: its server says so
-                pass
+    """Before a kept server starts: nobody could be heard while it was away. A database without these tables, or that is
+    none, has nothing to forget, and its server says so. Raises DeadPart for one that does not do it."""
+    if not databases.is_sqlite(home, "prefect"):
+        asyncio.run(_forget_in_postgresql(databases.url(home, "prefect")))
         return
-    asyncio.run(_forget_in_postgresql(databases.url(home, "prefect")))
+    place = databases.file(home, "prefect")
+    if not place.exists():
+        return
+    try:
+        with closing(sqlite3.connect(place, timeout=DATABASE_S)) as database, database:
+            database.execute(WINDOWS.format(", ".join("?" * len(NAMES))), NAMES)
+    except sqlite3.DatabaseError as error:
+        if not any(text in str(error) for text in ("no such table", "not a database", "malformed")):
+            raise DeadPart(f"{place}: {error}") from None
 
 
 async def _forget_in_postgresql(url: str) -> None:
     import asyncpg
 
     try:
-        connection = await asyncpg.connect(url, timeout=10)
+        connection = await asyncpg.connect(url, timeout=DATABASE_S)
         try:
-            await connection.execute(WINDOWS.format("$1, $2"), *NAMES, timeout=30)
+            await connection.execute(WINDOWS.format("$1, $2"), *NAMES, timeout=DATABASE_S)
         finally:
-            await connection.close(timeout=5)
-    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
-        pass  # a first start, whose tables are not there; or no server, which Prefect says itself
+            await connection.close(timeout=DATABASE_S)
+    except asyncpg.UndefinedTableError:
+        pass
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        raise DeadPart(f"the database of Prefect: {type(error).__name__}: {error}") from None
 
 
 def crash_the_dead(api_url: str, auth: str | None, since: datetime, lives: Callable[[str, str], bool]) -> list[str]:
-    """Set flow runs of Headway to Crashed that are Running or Pending from before `since`, that nobody has heard of
-    since, and of which `lives(flow_run_id, name)` knows no process. Returns their names. A server that does not answer
-    is asked no more: the next start looks again."""
-    found = servers.prefect_call(api_url, auth, "POST", "/flow_runs/filter", {
+    """Set flow runs of Headway to Crashed that are under way from before `since`, that nobody has heard of since, and
+    of which `lives(flow_run_id, name)` knows no process. Returns their names.
+
+    As the automations do, it judges those that have said at least once that they live, and those that a worker of
+    headway's pool has taken and not begun. Raises DeadPart at the first question that is not answered.
+    """
+    found = servers.prefect_ask(api_url, auth, "POST", "/flow_runs/filter", {
         "flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}, "flows": {"name": {"any_": list(FLOWS)}}})
     crashed = list[str]()
-    for run in found or ():
+    for run in found:
         begun = datetime.fromisoformat(run["state"]["timestamp"])
-        if begun >= since or lives(run["id"], run["name"]) or _heard(api_url, auth, run["id"], since):
+        if begun >= since or lives(run["id"], run["name"]) or not _is_ours(api_url, auth, run) \
+                or _heard(api_url, auth, run["id"], since):
             continue
         state = {"type": "CRASHED", "name": "Crashed",
                  "message": f"nothing heard since {since.isoformat(timespec='seconds')}, when the server was started "
                             "again: its process is gone; Retry goes on with its run"}
-        place = f"/flow_runs/{run['id']}/set_state"
-        if servers.prefect_call(api_url, auth, "POST", place, {"state": state}) is not None:
+        done = servers.prefect_ask(api_url, auth, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state})
+        if done is not None and done["status"] == "ACCEPT":  # else it has ended meanwhile
             crashed.append(run["name"])
     return crashed
 
 
-def _heard(api_url: str, auth: str | None, flow_run: str, since: datetime) -> bool:
-    """Whether it has said anything since; one of which that cannot be known counts as heard."""
-    found = servers.prefect_call(api_url, auth, "POST", "/events/filter", {"limit": 1, "filter": {
-        "occurred": {"since": since.isoformat()}, "resource": {"id": [f"prefect.flow-run.{flow_run}"]}}})
-    return found is None or bool(found["events"])
+def _is_ours(api_url: str, auth: str | None, run: dict[str, Any]) -> bool:
+    if run["state"]["type"] == "PENDING":
+        return run["work_pool_name"] == POOL
+    return _heard(api_url, auth, run["id"], datetime.fromisoformat(run["created"]), HEARTBEAT)
+
+
+def _heard(api_url: str, auth: str | None, flow_run: str, since: datetime, *events: str) -> bool:
+    """Whether it has said anything since, or one of these events."""
+    asked: dict[str, Any] = {"occurred": {"since": since.isoformat()},
+                             "resource": {"id": [f"prefect.flow-run.{flow_run}"]}}
+    if events:
+        asked["event"] = {"name": list(events)}
+    return bool(servers.prefect_ask(api_url, auth, "POST", "/events/filter", {"limit": 1, "filter": asked})["events"])

@@ -82,8 +82,9 @@ class Supervisor:
         self.kept = Kept(supervisor=Process(os.getpid(), started), since_us=time.time_ns() // 1000,
                          services={one.name: self._found(one) for one in self.watched})
         self._stop = threading.Event()
-        self._up_since: tuple[float, datetime] | None = None
+        self._up_since: datetime | None = None
         """When Prefect became ready, until runs from before have been looked for."""
+        self._look_for_dead_at = 0.0
         end_strays(home, self.kept)
 
     def _found(self, one: Watched) -> Service:
@@ -129,14 +130,18 @@ class Supervisor:
                 self.kept = kept.changed(self.kept, service)
         if self.kept != before:
             kept.write(self._home, self.kept)
-        if self._up_since is not None and self._clock() > self._up_since[0] + silent_runs.HEARD_AGAIN_S:
-            since, self._up_since = self._up_since[1], None
-            silent_runs.crash_the_dead(self._api, self._auth, since, self._lives)
+        if self._up_since is not None and self._clock() > self._look_for_dead_at:
+            try:
+                silent_runs.crash_the_dead(self._api, self._auth, self._up_since, self._lives)
+                self._up_since = None
+            except DeadPart:
+                self._look_for_dead_at = self._clock() + ASK_S
 
     def _lives(self, flow_run: str, name: str) -> bool:
-        """Whether a process of this flow run is here: a worker's, or the owner of the run by whose key it is named."""
+        """Whether a process of this flow run is here: a worker's, or who owns the run, or the night, of that name."""
         try:
-            return flow_run in kept.flow_runs(self._home).values() or owner_is_alive(RunDir(self._home / "runs" / name))
+            return flow_run in kept.flow_runs(self._home).values() or any(
+                owner_is_alive(RunDir(self._home / kind / name)) for kind in ("runs", "nights"))
         except OSError:
             return False
 
@@ -184,7 +189,7 @@ class Supervisor:
 
     def _ready(self, one: Watched, service: Service) -> Service:
         if one.name == "prefect":
-            self._up_since = self._clock(), datetime.now(UTC)
+            self._up_since, self._look_for_dead_at = datetime.now(UTC), self._clock() + silent_runs.HEARD_AGAIN_S
             with suppress(ProcessLookupError, PermissionError):  # it started at full speed; beside training it yields
                 assert service.process is not None
                 os.setpriority(os.PRIO_PROCESS, service.process.pid, servers.PREFECT_NICE)

@@ -103,9 +103,12 @@ def _lent(owner: Owner, version: WeightVersion) -> Iterator[Loan]:
             # A loan ends by itself when nobody is left who would give it back.
             loan = lender.lend(version, max(0.0, until - time.monotonic()), wait_s + owner.config.deadlines.call_s)
             break
-        except WorkerDead:
-            if owner.stop.is_set() or time.monotonic() >= until:  # nobody starts another one then
+        except WorkerDead as dead:
+            if owner.stop.is_set():  # nobody starts another one then
                 raise
+            if time.monotonic() >= until:
+                raise DeadlinePassed(f"no server could be lent for validation in {wait_s:g} s "
+                                     f"(deadlines.validation_s); the last: {dead}") from dead
             time.sleep(LOOK_S)
     try:
         yield loan

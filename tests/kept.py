@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tasks import kept, servers
+from tasks import kept, servers, silent_runs
 from tests.runs import Home
 
 SMALL: dict[str, Any] = {
@@ -106,15 +107,26 @@ class KeptHome(Home):
             time.sleep(1)
         raise AssertionError((deployment, parameters))
 
-    def planted(self, flow: str, state: str) -> str:
+    def planted(self, flow: str, state: str, *, deployment: str | None = None) -> str:
         """Id of a flow run in this state from now on, whose process never was."""
-        flow_id = self.ask("POST", "/flows/", {"name": flow})["id"]
-        made = self.ask("POST", "/flow_runs/", {"flow_id": flow_id, "name": f"{flow}-{uuid4().hex[:8]}",
-                                                "state": {"type": "SCHEDULED", "name": "Late"}})["id"]
-        if state != "SCHEDULED":
-            asked = {"force": True, "state": {"type": state, "name": state.title()}}
-            assert self.ask("POST", f"/flow_runs/{made}/set_state", asked) is not None
+        where = f"/deployments/{self.ask('GET', f'/deployments/name/{deployment}')['id']}/create_flow_run" \
+            if deployment else "/flow_runs/"
+        made = self.ask("POST", where, {"name": f"{flow}-{uuid4().hex[:8]}", "state": {"type": "PENDING"}} | (
+            {} if deployment else {"flow_id": self.ask("POST", "/flows/", {"name": flow})["id"]}))["id"]
+        asked = {"force": True, "state": {"type": state, "name": state.title()}}
+        assert self.ask("POST", f"/flow_runs/{made}/set_state", asked) is not None
         return made
+
+    def beat(self, flow_run: str, at: datetime) -> None:
+        """Say for a flow run that it lives, and wait until the server has it."""
+        event = {"id": str(uuid4()), "event": silent_runs.HEARTBEAT, "occurred": at.isoformat(), "payload": {},
+                 "resource": {"prefect.resource.id": f"prefect.flow-run.{flow_run}", "prefect.resource.name": "x"},
+                 "related": [{"prefect.resource.id": f"prefect.flow.{uuid4()}", "prefect.resource.role": "flow",
+                              "prefect.resource.name": "train"}]}
+        asked = {"filter": {"event": {"name": [silent_runs.HEARTBEAT]}, "occurred": {"since": at.isoformat()},
+                            "resource": {"id": [f"prefect.flow-run.{flow_run}"]}}}
+        self.ask("POST", "/events", [event])
+        wait_until(lambda: bool(self.ask("POST", "/events/filter", asked)["events"]), 30, "the heartbeat is heard")
 
     def flow_run(self, flow_run: str) -> dict[str, Any]:
         return self.ask("GET", f"/flow_runs/{flow_run}")

@@ -10,15 +10,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
-from typing import Any
-from uuid import uuid4
+from datetime import UTC, datetime
 
 import pytest
 
+from rl_core.errors import DeadPart
+from rl_core.records import recorded_steps
 from rl_core.summary import stored_mlflow_run
 from tasks import databases, servers, silent_runs
 from tests.kept import SMALL, KeptHome, wait_until
+
+STEPS = 300
+"""Of a run that goes on while two servers are started again."""
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +48,10 @@ def test_a_run_of_a_deployment_completes_while_its_servers_are_killed(home: Kept
     assert {one["name"] for one in deployed.json["deployments"]} == {
         "train/adhoc", "nightly/nightly", "rerun/from-step", "replay/step"}
     unknown = home.submit("train/adhoc", preset="tiny-gpu")
-    run = home.submit("train/adhoc", preset="tiny-cpu", run_key="short", overrides={**SMALL, "total_steps": 60})
+    run = home.submit("train/adhoc", preset="tiny-cpu", run_key="short", overrides={**SMALL, "total_steps": STEPS})
     wait_until(lambda: home.run("short").record(2).exists(), 120, "step 2")
     home.kill("prefect", "mlflow")
+    assert recorded_steps(home.run("short"))[-1] < STEPS - 20, "the servers were back before the run ended"
     assert home.wait_for_state(run, "COMPLETED")["run_count"] == 1
     message = home.wait_for_state(unknown, "FAILED")["state"]["message"]
     assert "tiny-gpu" in message and "tiny-cpu" in message
@@ -55,55 +59,58 @@ def test_a_run_of_a_deployment_completes_while_its_servers_are_killed(home: Kept
     assert mlflow_run is not None
     status, points = home.tracked(mlflow_run)
     assert status == "FINISHED" and set(points.values()) == {1}
-    assert [step for name, step in sorted(points) if name == "reward/mean"] == list(range(60))
+    assert [step for name, step in sorted(points) if name == "reward/mean"] == list(range(STEPS))
 
 
 SILENT = {
-    # flow, state, begun before the server's start, heard of since, a process is here -> crashed
-    "nobody heard of it since": ("train", "RUNNING", True, False, False, True),
-    "not begun, and its worker is gone": ("nightly", "PENDING", True, False, False, True),
-    "heard of since": ("train", "RUNNING", True, True, False, False),
-    "its process is here": ("train", "RUNNING", True, False, True, False),
-    "begun since": ("train", "RUNNING", False, False, False, False),
-    "a flow of others": ("theirs", "RUNNING", True, False, False, False),
-    "not taken by a worker yet": ("train", "SCHEDULED", True, False, False, False)}
+    # flow, state, begun before the server's start, heard of before and since it, a process is here -> crashed
+    "nobody heard of it since": ("train", "RUNNING", True, True, False, False, True),
+    "not begun, and its worker is gone": ("nightly", "PENDING", True, False, False, False, True),
+    "heard of since": ("train", "RUNNING", True, True, True, False, False),
+    "its process is here": ("train", "RUNNING", True, True, False, True, False),
+    "one that never says that it lives": ("train", "RUNNING", True, False, False, False, False),
+    "begun since": ("train", "RUNNING", False, False, False, False, False),
+    "a flow of others": ("theirs", "RUNNING", True, True, False, False, False),
+    "of no worker's pool": ("train", "PENDING", True, False, False, False, False)}
 
 
 def test_after_the_server_was_away_the_dead_are_crashed_and_the_living_are_not(home: KeptHome) -> None:
-    made = {case: home.planted(*row[:2]) for case, row in SILENT.items() if row[2]}
+    def planted(case: str) -> str:
+        flow, state, *_ = SILENT[case]
+        return home.planted(flow, state, deployment="nightly/nightly" if flow == "nightly" else None)
+
+    made = {case: planted(case) for case, row in SILENT.items() if row[2]}
+    for case in [case for case, row in SILENT.items() if row[3]]:
+        home.beat(made[case], datetime.now(UTC))
     since = datetime.now(UTC)
-    made |= {case: home.planted(*row[:2]) for case, row in SILENT.items() if not row[2]}
-    heartbeats = [heartbeat(made[case], since + timedelta(seconds=1)) for case, row in SILENT.items() if row[3]]
-    home.ask("POST", "/events", heartbeats)
-    alive = {made[case] for case, row in SILENT.items() if row[4]}
-    secret = servers.prefect_auth(home.path)
-    wait_until(lambda: bool(events_of(home, made["heard of since"])), 20, "the heartbeat is in the feed")
-    crashed = silent_runs.crash_the_dead(f"{home.prefect_page}/api", secret, since, lambda run, name: run in alive)
+    made |= {case: planted(case) for case, row in SILENT.items() if not row[2]}
+    for case in [case for case, row in SILENT.items() if row[4]]:
+        home.beat(made[case], datetime.now(UTC))
+    alive = {made[case] for case, row in SILENT.items() if row[5]}
+    api, secret = f"{home.prefect_page}/api", servers.prefect_auth(home.path)
+    crashed = silent_runs.crash_the_dead(api, secret, since, lambda run, name: run in alive)
     states = {case: home.flow_run(run)["state_type"] for case, run in made.items()}
-    assert states == {case: "CRASHED" if row[5] else row[1] for case, row in SILENT.items()}
-    assert len(crashed) == sum(row[5] for row in SILENT.values())
+    assert states == {case: "CRASHED" if row[6] else row[1] for case, row in SILENT.items()}
+    assert len(crashed) == sum(row[6] for row in SILENT.values())
     assert "Retry goes on" in home.flow_run(made["nobody heard of it since"])["state"]["message"]
+
+
+def test_a_server_that_does_not_answer_is_asked_again_later(home: KeptHome) -> None:
+    """Silence of the server is no silence of a run: the supervisor looks again."""
+    api = f"http://{servers.HOST}:{servers.free_port()}/api"
+    with pytest.raises(DeadPart, match="did not answer"):
+        silent_runs.crash_the_dead(api, "me:wrong", datetime.now(UTC), lambda run, name: False)
+    with pytest.raises(DeadPart, match="answered 401"):
+        silent_runs.crash_the_dead(f"{home.prefect_page}/api", "me:wrong", datetime.now(UTC), lambda run, name: False)
 
 
 def test_a_server_that_starts_again_does_not_hold_its_own_absence_against_a_run(home: KeptHome) -> None:
     """What it would wait for is forgotten: the run has not been heard because nobody could hear it."""
     run = home.planted("train", "RUNNING")
-    home.ask("POST", "/events", [heartbeat(run, datetime.now(UTC))])
+    home.beat(run, datetime.now(UTC))
     wait_until(lambda: windows_of(home, run) > 0, 30, "the server waits for the next heartbeat")
     home.kill("prefect")
     assert windows_of(home, run) == 0
-
-
-def heartbeat(run: str, at: datetime) -> dict[str, Any]:
-    return {"id": str(uuid4()), "event": silent_runs.HEARTBEAT, "occurred": at.isoformat(),
-            "resource": {"prefect.resource.id": f"prefect.flow-run.{run}", "prefect.resource.name": "x"},
-            "related": [{"prefect.resource.id": f"prefect.flow.{uuid4()}", "prefect.resource.role": "flow",
-                         "prefect.resource.name": "train"}], "payload": {}}
-
-
-def events_of(home: KeptHome, run: str) -> list[Any]:
-    asked = {"filter": {"event": {"name": [silent_runs.HEARTBEAT]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}}
-    return home.ask("POST", "/events/filter", asked)["events"]
 
 
 def windows_of(home: KeptHome, run: str) -> int:

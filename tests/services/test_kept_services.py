@@ -15,6 +15,7 @@ import stat
 import time
 from base64 import b64encode
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,7 @@ def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: 
     command.wait_for_tracking()
     command.wait_for_step(10)
     silent = kept_home.planted("train", "RUNNING")
+    kept_home.beat(silent, datetime.now(UTC))
     kept_home.kill("prefect", "mlflow")
     at = recorded_steps(command.run)[-1]
     assert at < LONG - 20 and command.process.poll() is None, "the servers were back before the run ended"

@@ -72,7 +72,8 @@ def test_the_schedule_is_said() -> None:
 REFUSED = {
     "no server at all": ({}, "`headway services up`, or name one of your own by PREFECT_API_URL"),
     "a page": ({"PREFECT_API_URL": "http://host:4200"}, "write http://host:4200/api"),
-    "a password in it": ({"PREFECT_API_URL": "http://me:s3cr3t@host:4200"}, r"me:\*\*\*@host:4200")}
+    "a password in it": ({"PREFECT_API_URL": "http://me:s3cr3t@host:4200/api"}, r"me:\*\*\*@host:4200"),
+    "a port that is no number": ({"PREFECT_API_URL": "http://host:port/api"}, "write http://host:4200/api")}
 
 
 @pytest.mark.parametrize(("environ", "why"), REFUSED.values(), ids=REFUSED)
