@@ -99,22 +99,25 @@ class KeptHome(Home):
         """Id of a new flow run of a deployment."""
         found = self.ask("GET", f"/deployments/name/{deployment}")
         assert found is not None, deployment
-        asked = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": uuid4().hex}
+        return self.made(f"/deployments/{found['id']}/create_flow_run", {
+            "parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": uuid4().hex})["id"]
+
+    def made(self, path: str, asked: dict[str, Any]) -> Any:
+        """What a POST has made."""
         for _ in range(5):  # a server whose database is locked refuses, as any client of it knows
-            made = self.ask("POST", f"/deployments/{found['id']}/create_flow_run", asked)
+            made = self.ask("POST", path, asked)
             if made is not None:
-                return made["id"]
+                return made
             time.sleep(1)
-        raise AssertionError((deployment, parameters))
+        raise AssertionError((path, asked))
 
     def planted(self, flow: str, state: str, *, deployment: str | None = None) -> str:
         """Id of a flow run in this state from now on, whose process never was."""
         where = f"/deployments/{self.ask('GET', f'/deployments/name/{deployment}')['id']}/create_flow_run" \
             if deployment else "/flow_runs/"
-        made = self.ask("POST", where, {"name": f"{flow}-{uuid4().hex[:8]}", "state": {"type": "PENDING"}} | (
-            {} if deployment else {"flow_id": self.ask("POST", "/flows/", {"name": flow})["id"]}))["id"]
-        asked = {"force": True, "state": {"type": state, "name": state.title()}}
-        assert self.ask("POST", f"/flow_runs/{made}/set_state", asked) is not None
+        made = self.made(where, {"name": f"{flow}-{uuid4().hex[:8]}", "state": {"type": "PENDING"}} | (
+            {} if deployment else {"flow_id": self.made("/flows/", {"name": flow})["id"]}))["id"]
+        self.made(f"/flow_runs/{made}/set_state", {"force": True, "state": {"type": state, "name": state.title()}})
         return made
 
     def beat(self, flow_run: str, at: datetime) -> None:
