@@ -53,7 +53,7 @@ help:
 	@echo 'make test-browser   the pages in a headless Chromium, which it installs where it may'
 	@echo 'make screenshots  the pictures of docs/images, of two short runs (about five minutes)'
 	@echo 'make test-all     every test: also of SGLang, TRL, SmolLM2 (4 GB, fetched first), kept servers and kills (hours)'
-	@echo 'make chaos        kill every process at every moment, hang every part, and the mutants: about 40 minutes on two cores'
+	@echo 'make chaos        kill every process at every moment, hang every part, and the mutants: 42 minutes on two cores'
 	@echo 'make soak         2,000 steps, watched for what grows (HEADWAY_SOAK_STEPS)'
 	@echo 'make lint         ruff, import-linter, pyright'
 	@echo 'make bench        one JSON line per figure: name, value, unit, bar, ok'
