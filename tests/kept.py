@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -82,9 +84,18 @@ class KeptHome(Home):
         return self.call("services", "status", "--json").json
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the Prefect server answers to its owner."""
-        return servers.prefect_call(f"{self.prefect_page}/api", servers.prefect_auth(self.path), method, path, body,
-                                    timeout_s=30)
+        """What the Prefect server answers to its owner; None where it does not, or refuses. One whose database is locked
+        is asked again, as any client of it does."""
+        auth = servers.prefect_auth(self.path)
+        for _ in range(5):
+            try:
+                status, answer = servers._asked(f"{self.prefect_page}/api", auth, method, path, body, 30)
+            except (OSError, HTTPException):
+                return None
+            if status != HTTPStatus.SERVICE_UNAVAILABLE:
+                return json.loads(answer) if status in (200, 201) else None
+            time.sleep(1)
+        return None
 
     def shell(self, script: str, timeout_s: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """A script of a plain shell that has `headway`, `prefect` and `mlflow` of this environment on its path."""
@@ -104,12 +115,9 @@ class KeptHome(Home):
 
     def made(self, path: str, asked: dict[str, Any]) -> Any:
         """What a POST has made."""
-        for _ in range(5):  # a server whose database is locked refuses, as any client of it knows
-            made = self.ask("POST", path, asked)
-            if made is not None:
-                return made
-            time.sleep(1)
-        raise AssertionError((path, asked))
+        made = self.ask("POST", path, asked)
+        assert made is not None, (path, asked)
+        return made
 
     def planted(self, flow: str, state: str, *, deployment: str | None = None) -> str:
         """Id of a flow run in this state from now on, whose process never was."""

@@ -249,9 +249,9 @@ def test_a_night_that_cannot_work_says_why_before_it_trains(home: Nights, deploy
 def pending(home: Nights, deployed: float) -> tuple[str, float]:
     """A night that a worker has taken, and then nobody began: as when worker and process are killed at once."""
     deployment = home.ask("GET", "/deployments/name/nightly/silent")["id"]
-    made = home.ask("POST", f"/deployments/{deployment}/create_flow_run", {"parameters": {}, "state": {
+    made = home.made(f"/deployments/{deployment}/create_flow_run", {"parameters": {}, "state": {
         "type": "SCHEDULED", "state_details": {"scheduled_time": "2030-01-01T00:00:00Z"}}})
-    home.ask("POST", f"/flow_runs/{made['id']}/set_state", {"state": {"type": "PENDING", "name": "Pending"}})
+    home.made(f"/flow_runs/{made['id']}/set_state", {"state": {"type": "PENDING", "name": "Pending"}})
     assert home.flow_run(made["id"])["state_type"] == "PENDING"
     refused = home.submit("nightly/silent", overrides=TINY)
     message = home.ended(refused, "CANCELLED")["state"]["message"]
