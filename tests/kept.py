@@ -84,8 +84,8 @@ class KeptHome(Home):
         return self.call("services", "status", "--json").json
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the Prefect server answers to its owner; None where it does not, or refuses. One whose database is locked
-        is asked again, as any client of it does."""
+        """What the Prefect server answers to its owner; None where it does not, or refuses. One whose database is
+        locked is asked again, as any client of it does."""
         auth = servers.prefect_auth(self.path)
         for _ in range(5):
             try:
