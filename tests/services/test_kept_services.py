@@ -247,7 +247,15 @@ def test_a_parameter_that_cannot_work_is_refused(kept_home: KeptHome) -> None:
 
 # -- what is killed
 
-def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: KeptHome) -> None:
+@pytest.fixture(scope="module")
+def silent(kept_home: KeptHome) -> str:
+    """A flow run that is under way, has said so, and has no process."""
+    made = kept_home.planted("train", "RUNNING")
+    kept_home.beat(made, datetime.now(UTC))
+    return made
+
+
+def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: KeptHome, silent: str) -> None:
     """It uses the kept Prefect server though its preset is isolated, and is told to send its points to MLflow's server
     instead of its database; the supervisor starts both again at their ports."""
     sets = [f"{name}={json.dumps(value)}" for name, value in {
@@ -255,8 +263,6 @@ def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: 
     command = kept_home.train("terminal", *sets)
     command.wait_for_tracking()
     command.wait_for_step(10)
-    silent = kept_home.planted("train", "RUNNING")
-    kept_home.beat(silent, datetime.now(UTC))
     kept_home.kill("prefect", "mlflow")
     at = recorded_steps(command.run)[-1]
     assert at < LONG - 20 and command.process.poll() is None, "the servers were back before the run ended"
@@ -269,8 +275,6 @@ def test_a_run_from_a_terminal_survives_that_both_servers_are_killed(kept_home: 
     status, points = kept_home.tracked(command.json["mlflow_run_id"])
     assert status == "FINISHED" and set(points.values()) == {1}
     assert [step for name, step in sorted(points) if name == "reward/mean"] == list(range(LONG))
-    state = kept_home.wait_for_state(silent, "CRASHED", deadline_s=silent_runs.HEARD_AGAIN_S + 60)["state"]
-    assert "nothing heard since" in state["message"], "one that died while the server was away"
 
 
 def test_a_run_survives_that_its_worker_is_killed(kept_home: KeptHome) -> None:
@@ -311,6 +315,12 @@ def test_a_run_whose_process_is_killed_with_its_worker_is_crashed_in_time_and_ca
     forked = read_identity(kept_home.run("killed~1")).forked_from
     assert forked is not None and (forked.run_key, forked.step) == ("killed", 4)
     assert written(run) == before, "the run itself is as it was"
+
+
+def test_what_died_while_the_server_was_away_is_crashed_as_well(kept_home: KeptHome, silent: str) -> None:
+    """The tests before this one have taken most of the time that those who live have to say so."""
+    state = kept_home.wait_for_state(silent, "CRASHED", deadline_s=silent_runs.HEARD_AGAIN_S + 60)["state"]
+    assert "nothing heard since" in state["message"]
 
 
 def test_a_killed_supervisor_is_found_by_the_doctor_and_its_services_are_taken_over(kept_home: KeptHome) -> None:
