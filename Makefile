@@ -42,7 +42,7 @@ STUDY_REPORT ?=
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
-	@echo 'make test         install, then the tests (at most eight minutes on two cores)'
+	@echo 'make test         install, then the tests (nine minutes on two cores)'
 	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (four minutes)'
 	@echo 'make test-algorithms  a whole run of every estimator, loss, correction and model beside the policy (at most 20 minutes)'
 	@echo 'make smollm       the pretrained model of the preset smollm-cpu: 100 MB, and what reads it'
@@ -52,7 +52,7 @@ help:
 	@echo 'make test-peer    losses, gradients and advantages against TRL, in an environment of its own (1 GB, three minutes)'
 	@echo 'make test-services  kept servers, deployments, and what happens when they are killed (at most 15 minutes)'
 	@echo 'make test-browser   the pages in a headless Chromium, which it installs where it may'
-	@echo 'make screenshots  the pictures of docs/images, of two short runs (about five minutes)'
+	@echo 'make screenshots  the pictures of docs/images, of two short runs (three minutes)'
 	@echo 'make test-all     every test: also of SGLang, TRL, SmolLM2 (4 GB, fetched first), kept servers and kills (hours)'
 	@echo 'make chaos        kill every process at every moment, hang every part, and the mutants: 42 minutes on two cores'
 	@echo 'make soak         2,000 steps, watched for what grows (HEADWAY_SOAK_STEPS)'

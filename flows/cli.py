@@ -380,11 +380,14 @@ def process() -> None:
     """A process that is one command, and is gone when that has ended."""
     from flows.command import leave
 
+    code = 1
     try:
         main()
     except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         raise
+    finally:
+        leave(code)
 
 
 if __name__ == "__main__":

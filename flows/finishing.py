@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from flows.command import FAILED, USERS_TO_MEND, hush
 from flows.console import cause_lines, stage, stopped_lines
-from flows.launch import STOPPED_BY, _brief, _completed, _Flow, _refused, _run_flow, _said, _set_client, _Start
+from flows.ending import STOPPED_BY, Flow, Start, brief, completed, refused, said
+from flows.following import run_flow, set_client
 from flows.presets import settings_of
 from rl_core.config import Config
 from rl_core.errors import BrokenFile, NightFailed
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tasks.night_files import Night
 
 
-def finish(start: _Start, night: Night) -> int:
+def finish(start: Start, night: Night) -> int:
     """Bring a night to its verdict, from wherever it stands; returns the exit code. One that has ended is shown.
 
     The flow is `rerun`, as of Prefect's deployment. Each run starts a Ray head of its own; Prefect's server is the one
@@ -44,7 +45,7 @@ def finish(start: _Start, night: Night) -> int:
     console.line(f"  night {night.key}: {len(night.runs) - len(left)} of {len(night.runs)} runs are trained")
     api, why = services.join_prefect(headway_home(), isolated=config.isolated)
     console.line(f"  prefect: {api} ({why})")
-    _set_client(start)
+    set_client(start)
     before = {run.run_key: read_result(run_dir(run.run_key)) for run in night.runs}
 
     def rerun() -> Any:
@@ -52,14 +53,14 @@ def finish(start: _Start, night: Night) -> int:
 
         return rerun(run_key=night.key, return_state=True)
 
-    flow = _run_flow(start, [run_dir(run.run_key).status for run in left], rerun)
+    flow = run_flow(start, [run_dir(run.run_key).status for run in left], rerun)
     start.prefect_away = not flow.name
     stopped = [result for run in night.runs if (result := read_result(run_dir(run.run_key))) != before[run.run_key]
                and result.get("status") == "cancelled"]
     return _ended(start, night, flow, stopped[0] if stopped else None)
 
 
-def _take_over(start: _Start, night: Night) -> None:
+def _take_over(start: Start, night: Night) -> None:
     """With `--take-over`, end who is at the night, and who is at one of its runs. Raises RunIsAlive, DeadlinePassed."""
     if not start.take_over:
         return
@@ -80,7 +81,7 @@ def _settings(night: Night) -> Config:
     return settings_of(night, night.runs[0])[1]
 
 
-def _ended(start: _Start, night: Night, flow: _Flow, stopped: dict[str, Any] | None) -> int:
+def _ended(start: Start, night: Night, flow: Flow, stopped: dict[str, Any] | None) -> int:
     """Say how it ended. Whether the night has ended, and what a run that was `stopped` wrote, stands on disk, also
     where Prefect's server is away."""
     from tasks.inspection import read_result, steps_done
@@ -89,10 +90,10 @@ def _ended(start: _Start, night: Night, flow: _Flow, stopped: dict[str, Any] | N
 
     cause = flow.error
     if isinstance(cause, USERS_TO_MEND) and not isinstance(cause, BrokenFile):
-        return _refused(start.console, cause)
+        return refused(start.console, cause)
     if has_ended(night):
         if flow.name != "COMPLETED":
-            start.console.line(f"  Prefect could not be told that the night has ended: {_brief(cause)}")
+            start.console.line(f"  Prefect could not be told that the night has ended: {brief(cause)}")
         return _judged(start, night)
     left = unfinished(night)
     start.run_key = (left[0] if left else night.runs[-1]).run_key
@@ -102,18 +103,18 @@ def _ended(start: _Start, night: Night, flow: _Flow, stopped: dict[str, Any] | N
         name = result.get("signal", "SIGINT")
         lines = stopped_lines(run_key=start.run_key, signal=name, step=steps_done(run),
                               total=settings_of(night, left[0])[1].total_steps, resume=f"headway rerun {night.key}")
-        return _said(start, lines, "cancelled", STOPPED_BY[name], result.get("wall_s"))
-    text = str(cause) if isinstance(cause, NightFailed) else _brief(cause)  # the night's own says what goes on with it
+        return said(start, lines, "cancelled", STOPPED_BY[name], result.get("wall_s"))
+    text = str(cause) if isinstance(cause, NightFailed) else brief(cause)  # the night's own says what goes on with it
     more = [] if isinstance(cause, NightFailed) else [f"  go on    headway rerun {night.key}"]
-    return _said(start, ["", *cause_lines(text), *([f"  logs     {run.logs}"] if left else []), *more],
+    return said(start, ["", *cause_lines(text), *([f"  logs     {run.logs}"] if left else []), *more],
                  "failed" if left else "completed", FAILED)
 
 
-def _judged(start: _Start, night: Night) -> int:
+def _judged(start: Start, night: Night) -> int:
     """The run that was judged, and the verdict."""
     from tasks.inspection import read_result
     from tasks.night_files import judged_run
     from tasks.paths import run_dir
 
     run = run_dir(judged_run(night))
-    return _completed(start, read_result(run), str(run.figures))
+    return completed(start, read_result(run), str(run.figures))

@@ -1,4 +1,4 @@
-"""Starting a run from a terminal: plan, services, the flow, what the person sees meanwhile, and how it ends.
+"""Starting a run from a terminal: plan, services, the flow (flows/following.py), and how it ends (flows/ending.py).
 
 Imports prefect only when the services are there: it reads its settings when it is imported.
 """
@@ -10,39 +10,23 @@ import os
 import shlex
 import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from flows.command import FAILED, INTERRUPTED, OUT_OF_TIME, QUIET, TERMINATED, USERS_TO_MEND, failed, hush
-from flows.console import (
-    Console,
-    amendment_text,
-    cause_lines,
-    failed_lines,
-    next_lines,
-    stage,
-    stopped_lines,
-    summary_lines,
-    view_of,
-)
+from flows.command import FAILED, INTERRUPTED, TERMINATED, USERS_TO_MEND, hush
+from flows.console import Console, amendment_text, cause_lines, failed_lines, stage, stopped_lines
+from flows.ending import STOPPED_BY, Flow, Start, brief, completed, refused, said
+from flows.following import run_flow, set_client
 from flows.presets import DEFAULT, base_of
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, ConfigError, DataError, DeadPart, NightFailed, RunIsAlive
+from rl_core.errors import BrokenFile, ConfigError, DeadPart, NightFailed, RunIsAlive
 from rl_core.plan import describe, make_plan, parse_overrides, resolve
 
 if TYPE_CHECKING:
     from tasks.preparation import Prepared
     from tasks.services import Services
-
-STOPPED_BY = {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED, "max_wall_time": OUT_OF_TIME}
-LOOK_EVERY_S = 0.25
 
 
 class Terminated(BaseException):
@@ -53,14 +37,14 @@ def launch(preset: str | None, overrides: Sequence[str], run_key: str | None, *,
            amend: bool = False, take_over: bool = False, shards_from: str | None = None) -> int:
     """Run `headway train`; returns its exit code. `preset` None: the stored settings of the run, if there is one.
     `take_over` ends a live owner of the run first; `shards_from` names the run whose shards are trained on."""
-    start = _Start(Console(), preset, as_json, verbose, amend, take_over=take_over, shards_from=shards_from)
+    start = Start(Console(), preset, as_json, verbose, amend, take_over=take_over, shards_from=shards_from)
     return _told(start, f"train {preset or run_key or DEFAULT}", lambda: _launch(start, overrides, run_key))
 
 
 def roll_out(preset: str | None, overrides: Sequence[str], run_key: str | None, *, groups: int, as_json: bool,
              verbose: bool, take_over: bool = False) -> int:
     """Run `headway rollout`; returns its exit code. As `launch`, without training."""
-    start = _Start(Console(), preset, as_json, verbose, verb="rollout", groups=groups, take_over=take_over)
+    start = Start(Console(), preset, as_json, verbose, verb="rollout", groups=groups, take_over=take_over)
     return _told(start, f"rollout {preset or run_key or DEFAULT}", lambda: _launch(start, overrides, run_key))
 
 
@@ -69,12 +53,12 @@ def rerun(run_key: str, *, from_step: int | None, overrides: Sequence[str], as_j
     """Run `headway rerun`; returns its exit code. The run goes on by its stored settings, by the path of every start;
     with `from_step` a fork of it does, a run of its own, with the overrides from that step on. A night goes on to its
     verdict."""
-    start = _Start(Console(), None, as_json, verbose, verb="rerun", take_over=take_over)
+    start = Start(Console(), None, as_json, verbose, verb="rerun", take_over=take_over)
     words = run_key if from_step is None else f"{run_key} from step {from_step}"
     return _told(start, f"rerun {words}", lambda: _launch_again(start, run_key, from_step, overrides))
 
 
-def _told(start: _Start, what: str, begin: Callable[[], int]) -> int:
+def _told(start: Start, what: str, begin: Callable[[], int]) -> int:
     """Begin, and say what kept the run from its own end. Returns the exit code."""
     start.console.line(f"headway {version('headway')}: {what}")
     signal.signal(signal.SIGTERM, _terminated)
@@ -85,71 +69,28 @@ def _told(start: _Start, what: str, begin: Callable[[], int]) -> int:
     return code
 
 
-def _guarded(start: _Start, begin: Callable[[], int]) -> int:
+def _guarded(start: Start, begin: Callable[[], int]) -> int:
     """Begin; whatever keeps a start from its own end is told on the screen, and in the exit code."""
     console = start.console
     try:
         return begin()
     except USERS_TO_MEND as error:
-        return _refused(console, error)
+        return refused(console, error)
     except (DeadPart, OSError) as error:
-        return _said(start, ["", f"failed: {error}"], "failed", FAILED)
+        return said(start, ["", f"failed: {error}"], "failed", FAILED)
     except KeyboardInterrupt:
-        return _said(start, ["", "stopped by SIGINT before training began"], "cancelled", INTERRUPTED)
+        return said(start, ["", "stopped by SIGINT before training began"], "cancelled", INTERRUPTED)
     except Terminated:
-        return _said(start, ["", "stopped by SIGTERM before training began"], "cancelled", TERMINATED)
+        return said(start, ["", "stopped by SIGTERM before training began"], "cancelled", TERMINATED)
     finally:
         console.close()
-
-
-@dataclass
-class _Start:
-    """What one command says, and how."""
-
-    console: Console
-    preset: str | None
-    as_json: bool
-    verbose: bool
-    amend: bool = False
-    verb: str = "train"
-    groups: int | None = None
-    """Of a start that trains nothing: groups that shall wait."""
-    take_over: bool = False
-    """A live owner of the run is ended first."""
-    shards_from: str | None = None
-    """Run whose shards are trained on; None: as the run has stored."""
-    begun: float = field(default_factory=time.monotonic)
-    run_key: str | None = None
-    """None until the plan stands."""
-    prefect_away: bool = False
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _refused(console: Console, error: BaseException) -> int:
-    """Say why nothing was started. What is wrong with settings and data begins with their place, all else with the name
-    of the error, under which docs/operations.md has it."""
-    console.close()
-    if isinstance(error, (ConfigError, DataError)):
-        return failed(error)
-    return failed("\n".join(f"{type(error).__name__}: {line}" for line in str(error).splitlines()))
-
-
-def _said(start: _Start, lines: Sequence[str], status: str, code: int, wall_s: float | None = None) -> int:
-    """Say how a start ended that did not complete, with `--json` also as the last line. Returns the exit code."""
-    start.console.close()
-    start.console.lines(lines)
-    if start.as_json and start.run_key is not None:
-        wall_s = time.monotonic() - start.begun if wall_s is None else wall_s
-        from tasks.inspection import summary_so_far
-
-        start.console.line(json.dumps(summary_so_far(start.run_key, status, wall_s), allow_nan=False))
-    return code
-
-
-def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int:
+def _launch(start: Start, overrides: Sequence[str], run_key: str | None) -> int:
     console = start.console
     if not start.verbose:  # before anything heavy is imported
         hush()
@@ -172,7 +113,7 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
         console.line(f"  nothing to amend: no training setting differs from those of run {start.run_key}")
     judging = waits_for_verdict(start.run_key)  # the last run of a night, whose comparison was cut short
     if is_completed(run) and not prepared.amends and not judging:
-        return _completed(start, _tracked(start, config, read_result(run)), str(run.figures))
+        return completed(start, _tracked(start, config, read_result(run)), str(run.figures))
     check_free(run)
     console.lines([f"  {what:<18} {value}" for what, value in _rows(config, prepared)])
     console.lines([f"  warning: {warning}" for warning in prepared.plan.warnings])
@@ -183,15 +124,15 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
     ours = True
     try:
         services.export(where)
-        _set_client(start)
+        set_client(start)
         before = read_result(run)
-        flow = _run_flow(start, [run.status], lambda: _train(start, changes))
+        flow = run_flow(start, [run.status], lambda: _train(start, changes))
         start.prefect_away = not flow.name
         ours = not isinstance(flow.error, RunIsAlive)  # else another start was quicker
         result = read_result(run)
         news = {} if result == before and not judging else result
         if start.prefect_away and not news:
-            flow = _Flow("", error=_not_begun(flow.error, where))
+            flow = Flow("", error=_not_begun(flow.error, where))
         return _ended(start, flow, news, config)
     finally:
         console.close()
@@ -199,7 +140,7 @@ def _launch(start: _Start, overrides: Sequence[str], run_key: str | None) -> int
             services.stop(where)
 
 
-def _launch_again(start: _Start, run_key: str, from_step: int | None, overrides: Sequence[str]) -> int:
+def _launch_again(start: Start, run_key: str, from_step: int | None, overrides: Sequence[str]) -> int:
     """Go on with a run that exists, or with a fork of it that is made first. Raises ConfigError where there is none."""
     if from_step is None and overrides:
         raise ConfigError("--set: a rerun goes on with the stored settings; add --from-step N for a fork with other "
@@ -227,7 +168,7 @@ def _launch_again(start: _Start, run_key: str, from_step: int | None, overrides:
     return _launch(start, (), made.key)
 
 
-def _taken_over(start: _Start, run_key: str | None) -> bool:
+def _taken_over(start: Start, run_key: str | None) -> bool:
     """End the live owner of the run, if there is one. Raises RunIsAlive, DeadlinePassed, ConfigError without a key."""
     if run_key is None:
         raise ConfigError("--take-over: say which run, by --run-key")
@@ -237,7 +178,7 @@ def _taken_over(start: _Start, run_key: str | None) -> bool:
     return take_over(run_dir(run_key), say=lambda text: start.console.line(f"  {text}")) is not None
 
 
-def _tracked(start: _Start, config: Config, result: dict[str, Any]) -> dict[str, Any]:
+def _tracked(start: Start, config: Config, result: dict[str, Any]) -> dict[str, Any]:
     """The result of a completed run, once MLflow has the run as well."""
     if result.get("tracked") or start.run_key is None:
         return result
@@ -278,51 +219,12 @@ def _rows(config: Config, prepared: Prepared) -> list[tuple[str, str]]:
     return rows
 
 
-@dataclass(frozen=True)
-class _Flow:
-    """How the flow ended: what it returned or raised, also where Prefect could not take note of it."""
-
-    name: str
-    """Prefect's state, `COMPLETED`; empty where the call itself raised."""
-    summary: Any = None
-    error: BaseException | None = None
-
-
-def _train(start: _Start, changes: dict[str, Any]) -> Any:
+def _train(start: Start, changes: dict[str, Any]) -> Any:
     """Prefect's state of the flow at its end."""
     from flows.train import train  # imports prefect and ray, with the services' addresses in place
 
     return train(preset=start.preset, overrides=changes, run_key=start.run_key, amend=start.amend,
                  groups=start.groups, shards_from=start.shards_from, return_state=True)
-
-
-def _run_flow(start: _Start, views: Sequence[Path], call: Callable[[], Any]) -> _Flow:
-    """Run the flow in this thread, where signals arrive, while another one shows the status view of its run; of
-    several, which go one after the other, that of the last one that has begun."""
-    console = start.console
-    before = {status: status.stat().st_mtime_ns if status.exists() else 0 for status in views}
-    over = threading.Event()
-
-    def show() -> None:
-        while not over.wait(LOOK_EVERY_S):
-            _show(console, before)
-
-    shower = threading.Thread(target=show, name="console", daemon=True)
-    shower.start()
-    try:
-        state = call()
-        ended = state.result(raise_on_failure=False)
-        return _Flow(state.type.value, ended, ended if isinstance(ended, BaseException) else None)
-    except ImportError:  # of the flow's own modules
-        raise
-    except Exception as error:  # whatever Prefect's engine raises without its server
-        return _Flow("", error=error)
-    finally:
-        over.set()
-        shower.join(timeout=5)
-        _show(console, before)
-        console.close()
-        _drain_logs()
 
 
 def _not_begun(cause: BaseException | None, where: Services) -> BaseException | None:
@@ -331,36 +233,11 @@ def _not_begun(cause: BaseException | None, where: Services) -> BaseException | 
         return cause
     remedy = "the same command starts one anew and goes on" if "prefect" in where.pids else \
         "see that it is there, then the same command goes on"
-    return DeadPart(f"Prefect at {where.where['prefect']} did not answer when the run was to begin ({_brief(cause)}); "
+    return DeadPart(f"Prefect at {where.where['prefect']} did not answer when the run was to begin ({brief(cause)}); "
                     f"{remedy}")
 
 
-def _drain_logs() -> None:
-    """Let Prefect send its last logs and events while its server is still there."""
-    from prefect.events.worker import EventsWorker
-    from prefect.logging.handlers import APILogWorker
-
-    for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=5)
-
-
-def _show(console: Console, before: Mapping[Path, int]) -> None:
-    """Show the status view, once this start has written it. `before`: each view -> when it was written before."""
-    for status, written in reversed(list(before.items())):
-        with suppress(FileNotFoundError):
-            if status.stat().st_mtime_ns > written:
-                console.show(view_of(json.loads(status.read_text())))
-                return
-
-
-def _set_client(start: _Start) -> None:
-    """How this process asks Prefect's server, set before prefect is imported."""
-    os.environ.update(QUIET if not start.verbose else {})
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")  # 6 s for a call; its default tries for a minute
-    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "10")  # of a server that hangs; its default is a minute
-
-
-def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -> int:
+def _ended(start: Start, flow: Flow, result: dict[str, Any], config: Config) -> int:
     """Say how it ended; the exit code agrees with Prefect's state. `result`: what this start wrote, if it did.
 
     The result comes before Prefect's state: where its server is away, only the result is true.
@@ -371,13 +248,13 @@ def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -
     assert start.run_key is not None
     run, status, cause = run_dir(start.run_key), result.get("status"), flow.error
     if isinstance(cause, USERS_TO_MEND) and not isinstance(cause, BrokenFile):
-        return _refused(start.console, cause)
+        return refused(start.console, cause)
     if isinstance(cause, NightFailed):  # its run is trained, and the comparison behind it is not done
-        return _said(start, ["", *cause_lines(str(cause))], "completed", FAILED)
+        return said(start, ["", *cause_lines(str(cause))], "completed", FAILED)
     if "completed" in (status, flow.name.lower()):
         if flow.name.lower() != "completed":
-            start.console.line(f"  Prefect could not be told that the run completed: {_brief(cause)}")
-        return _completed(start, {"summary": flow.summary, **result}, str(run.figures))
+            start.console.line(f"  Prefect could not be told that the run completed: {brief(cause)}")
+        return completed(start, {"summary": flow.summary, **result}, str(run.figures))
     again = [start.run_key] if start.verb == "rerun" else ["--run-key", start.run_key, *_same_command()]
     resume = shlex.join(["headway", start.verb, *again])
     wall_s = result.get("wall_s")
@@ -385,15 +262,10 @@ def _ended(start: _Start, flow: _Flow, result: dict[str, Any], config: Config) -
         name = result.get("signal", "SIGINT")
         lines = stopped_lines(run_key=start.run_key, signal=name, step=steps_done(run), total=config.total_steps,
                               resume=resume)
-        return _said(start, lines, "cancelled", STOPPED_BY[name], wall_s)
-    text = f"{result['error']}: {result['message']}" if status == "failed" else _brief(cause)
+        return said(start, lines, "cancelled", STOPPED_BY[name], wall_s)
+    text = f"{result['error']}: {result['message']}" if status == "failed" else brief(cause)
     lines = failed_lines(run_key=start.run_key, cause=text, logs=str(run.logs), resume=resume)
-    return _said(start, lines, "failed", FAILED, wall_s)
-
-
-def _brief(error: BaseException | None) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
+    return said(start, lines, "failed", FAILED, wall_s)
 
 
 def _same_command() -> list[str]:
@@ -407,28 +279,6 @@ def _same_command() -> list[str]:
     return words
 
 
-def _completed(start: _Start, result: dict[str, Any], figures: str) -> int:
-    console, summary, ended = start.console, result["summary"], result.get("ended")
-    console.lines(summary_lines(summary))
-    from tasks.night_files import verdict_lines
-
-    console.lines([f"  {line}" for line in verdict_lines(summary["run_key"])])
-    if (groups := result.get("gathered")) is not None:
-        console.line(f"  {groups} groups wait to be trained: headway train --run-key {summary['run_key']}")
-    elif "ended" in result and ended is None:
-        console.line("  validation.only: this start trained nothing; the same command without it goes on")
-    elif ended is not None and ended["reason"] == "data":
-        console.line(f"  the data ended after {ended['step']} steps; {ended['left_over']} groups are left over, "
-                     "too few for a step")
-    if not result.get("tracked"):
-        trouble = result.get("tracking_trouble") or "MLflow did not take everything in time"
-        console.line(f"  {trouble}; the same command with --run-key {summary['run_key']} replays what is missing")
-    console.lines(next_lines(summary, figures))
-    if start.as_json:
-        console.line(json.dumps(summary, allow_nan=False))
-    return 0
-
-
 def show_plan(preset: str | None, overrides: Sequence[str], run_key: str | None, *, as_json: bool,
               amend: bool = False, shards_from: str | None = None) -> int:
     """Run `headway plan`: resolved settings, totals, where each service would be. Starts nothing.
@@ -440,7 +290,7 @@ def show_plan(preset: str | None, overrides: Sequence[str], run_key: str | None,
     try:
         _, config, prepared = _prepare(preset, overrides, run_key, amend=amend, planned=True, shards_from=shards_from)
     except USERS_TO_MEND as error:
-        return _refused(console, error)
+        return refused(console, error)
     from rl_core.plan import flatten
     from tasks.destination import destination
     from tasks.kept import prefect_api

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.errors import ConfigError
-from tasks import servers
+from tasks import servers, silent_runs
 
 NAME = "headway: a night has crashed"
 FLOW = "nightly"
@@ -34,7 +34,7 @@ def check(api_url: str, auth: str | None, notify: str | None) -> None:
 def ensure(api_url: str, auth: str | None, notify: str | None) -> None:
     """Have the automation as `notify` asks for it: made, changed to another block, or taken away. One that a person has
     switched off stays off. Raises DeadPart where the server does not say, or take it."""
-    action, found = _action(_block(api_url, auth, notify)), _find(api_url, auth)
+    action, found = _action(_block(api_url, auth, notify)), silent_runs.find(api_url, auth, NAME)
     if action is None and found is not None:
         servers.prefect_ask(api_url, auth, "DELETE", f"/automations/{found['id']}")
     elif action is not None and found is None:
@@ -42,13 +42,6 @@ def ensure(api_url: str, auth: str | None, notify: str | None) -> None:
     elif action is not None and found is not None and not _does(found, action):
         servers.prefect_ask(api_url, auth, "PUT", f"/automations/{found['id']}",
                             _automation(action, enabled=found["enabled"]))
-
-
-def _find(api_url: str, auth: str | None) -> dict[str, Any] | None:
-    """The automation as the server has it; None where it has none."""
-    found = servers.prefect_ask(api_url, auth, "POST", "/automations/filter",
-                                {"automations": {"name": {"any_": [NAME]}}})
-    return found[0] if found else None
 
 
 def _name(notify: str | None) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import BrokenFile
+from rl_core.errors import BrokenFile, DeadPart
 from tasks import databases, keeper, kept, servers, silent_runs
 from tasks.destination import redact
 from tasks.diagnosis import LEAST_FREE_BYTES, database_trouble
@@ -133,7 +133,11 @@ def _prefect(home: Path, found: Kept) -> Iterator[str]:
     elif pool["is_paused"]:
         yield f"work pool {kept.POOL!r} is paused: prefect work-pool resume {kept.POOL}"
     for name in silent_runs.NAMES:
-        made = silent_runs.find(api, auth, name)
+        try:
+            made = silent_runs.find(api, auth, name)
+        except DeadPart as error:
+            yield str(error)
+            continue
         if made is None or not made["enabled"]:
             yield f"the automation {name!r} is {'switched off' if made else 'not there'}: a run that was killed is " \
                   f"not said to be" + ("" if made else f"; {UP} makes it")

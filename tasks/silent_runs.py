@@ -67,19 +67,17 @@ def _crashes(name: str, *, after: str, expect: list[str], within: int, descripti
 
 
 def find(api_url: str, auth: str | None, name: str) -> dict[str, Any] | None:
-    """The automation as the server has it; None if it has none."""
-    found = servers.prefect_call(api_url, auth, "POST", "/automations/filter",
-                                 {"automations": {"name": {"any_": [name]}}})
+    """The automation as the server has it; None if it has none. Raises DeadPart where it does not say."""
+    found = servers.prefect_ask(api_url, auth, "POST", "/automations/filter",
+                                {"automations": {"name": {"any_": [name]}}})
     return found[0] if found else None
 
 
 def ensure(api_url: str, auth: str | None) -> None:
     """Make those that are not there; one that a person has switched off stays off. Raises DeadPart."""
     for automation in automations():
-        name = automation["name"]
-        if find(api_url, auth, name) is None and servers.prefect_call(api_url, auth, "POST", "/automations/",
-                                                                      automation) is None:
-            raise DeadPart(f"the Prefect server at {api_url} did not take the automation {name!r}")
+        if find(api_url, auth, automation["name"]) is None:
+            servers.prefect_ask(api_url, auth, "POST", "/automations/", automation)
 
 
 # -- after the server was away

@@ -130,12 +130,17 @@ class Supervisor:
                 self.kept = kept.changed(self.kept, service)
         if self.kept != before:
             kept.write(self._home, self.kept)
-        if self._up_since is not None and self._clock() > self._look_for_dead_at:
-            try:
-                silent_runs.crash_the_dead(self._api, self._auth, self._up_since, self._lives)
-                self._up_since = None
-            except DeadPart:
-                self._look_for_dead_at = self._clock() + ASK_S
+        self._look_for_the_dead()
+
+    def _look_for_the_dead(self) -> None:
+        """Once after each start of Prefect, until it has answered."""
+        if self._up_since is None or self._clock() < self._look_for_dead_at:
+            return
+        try:
+            silent_runs.crash_the_dead(self._api, self._auth, self._up_since, self._lives)
+            self._up_since = None
+        except DeadPart:
+            self._look_for_dead_at = self._clock() + ASK_S
 
     def _lives(self, flow_run: str, name: str) -> bool:
         """Whether a process of this flow run is here: a worker's, or who owns the run, or the night, of that name."""
@@ -143,7 +148,7 @@ class Supervisor:
             return flow_run in kept.flow_runs(self._home).values() or any(
                 owner_is_alive(RunDir(self._home / kind / name)) for kind in ("runs", "nights"))
         except OSError:
-            return False
+            return True  # it cannot be seen: nothing is said of it
 
     def _step(self, one: Watched, service: Service) -> Service:
         now = self._clock()

@@ -37,7 +37,7 @@ class CriticUpdates:
         settings = plan.learner.critic
         set_optimizer(optimizer, plan.learner, settings.lr, settings.weight_decay)
 
-    def update(self, minibatch: Minibatch, draw: Draw | None = None) -> None:
+    def update(self, minibatch: Minibatch, draw: Draw | None) -> None:
         """One optimizer update, or a skipped one where loss or gradient is not finite, on all ranks alike.
 
         `draw`: the answers that it is of, as often as they were drawn; None = all of the minibatch, once each.

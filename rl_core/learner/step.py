@@ -58,10 +58,11 @@ def training_step(policy: Policy, optimizer: torch.optim.Optimizer, ranks: Ranks
     critic = _critic_updates(run, roles, credit)
     for passed in range(learner.passes):
         for minibatch in minibatches:
+            draw = run.draw(minibatch, passed)
             if plan.policy_learns:
-                run.update(minibatch, passed)
+                run.update(minibatch, draw, passed)
             if critic is not None:
-                critic.update(minibatch, run.draw(minibatch, passed))
+                critic.update(minibatch, draw)
     updated_s = time.monotonic()
     if critic is not None:
         roles.critic_skipped_in_a_row = critic.steps.skipped_in_a_row

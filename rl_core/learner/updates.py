@@ -158,13 +158,13 @@ class Updates:
 
     # -- updates
 
-    def update(self, minibatch: Minibatch, passed: int = 0) -> None:
+    def update(self, minibatch: Minibatch, draw: Draw | None, passed: int) -> None:
         """One optimizer update, or a skipped one where loss or gradient is not finite, on all ranks alike.
 
+        `draw`: the answers that it is of, as often as they were drawn; None = all of the minibatch, once each.
         `passed`: passes over the claim before this one.
         """
         whole = self._choices(minibatch, passed) if needs_whole(self.learner) else Whole()
-        draw = self.draw(minibatch, passed)
         self.steps.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64)
         for i, micro in enumerate(minibatch.micros):

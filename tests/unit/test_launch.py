@@ -11,7 +11,8 @@ import pytest
 
 from flows.command import FAILED, INTERRUPTED, REFUSED, TERMINATED
 from flows.console import Console
-from flows.launch import _ended, _Flow, _same_command, _Start
+from flows.ending import Flow, Start
+from flows.launch import _ended, _same_command
 from rl_core.config import Config
 from rl_core.errors import RunIsAlive
 from tasks.paths import new_run_key
@@ -22,27 +23,27 @@ SUMMARY = {"run_key": "k", "status": "completed", "steps": 3, "accuracy_start": 
 DONE = {"status": "completed", "summary": SUMMARY, "ended": {"step": 3, "reason": "steps", "left_over": 0},
         "tracked": True}
 BROKE = {"status": "failed", "error": "BrokenFile", "message": "v.json", "wall_s": 7.0}
-ENDS: dict[str, tuple[_Flow, dict[str, Any], int, str]] = {
-    "completed": (_Flow("COMPLETED", SUMMARY), DONE, 0, "completed in"),
-    "completed, MLflow behind": (_Flow("COMPLETED", SUMMARY), DONE | {"tracked": False, "tracking_trouble": "MLflow at "
+ENDS: dict[str, tuple[Flow, dict[str, Any], int, str]] = {
+    "completed": (Flow("COMPLETED", SUMMARY), DONE, 0, "completed in"),
+    "completed, MLflow behind": (Flow("COMPLETED", SUMMARY), DONE | {"tracked": False, "tracking_trouble": "MLflow at "
                                  "x: down"}, 0, "MLflow at x: down; the same command with --run-key k replays"),
-    "trained, Prefect away": (_Flow("", error=OSError("refused")), DONE, 0, "Prefect could not be told"),
-    "completed, nothing could be written": (_Flow("COMPLETED", SUMMARY), {}, 0, "completed in"),
-    "failed": (_Flow("FAILED", error=ValueError("x")), BROKE, FAILED, "failed: BrokenFile: v.json"),
-    "failed before it wrote anything": (_Flow("", error=RuntimeError("Failed to reach API\nmore")), {}, FAILED,
+    "trained, Prefect away": (Flow("", error=OSError("refused")), DONE, 0, "Prefect could not be told"),
+    "completed, nothing could be written": (Flow("COMPLETED", SUMMARY), {}, 0, "completed in"),
+    "failed": (Flow("FAILED", error=ValueError("x")), BROKE, FAILED, "failed: BrokenFile: v.json"),
+    "failed before it wrote anything": (Flow("", error=RuntimeError("Failed to reach API\nmore")), {}, FAILED,
                                         "failed: RuntimeError: Failed to reach API\n"),
-    "SIGINT": (_Flow("CANCELLED"), {"status": "cancelled", "signal": "SIGINT"}, INTERRUPTED, "stopped by SIGINT"),
-    "SIGTERM": (_Flow("CANCELLED"), {"status": "cancelled", "signal": "SIGTERM"}, TERMINATED, "stopped by SIGTERM"),
+    "SIGINT": (Flow("CANCELLED"), {"status": "cancelled", "signal": "SIGINT"}, INTERRUPTED, "stopped by SIGINT"),
+    "SIGTERM": (Flow("CANCELLED"), {"status": "cancelled", "signal": "SIGTERM"}, TERMINATED, "stopped by SIGTERM"),
 }
 
 
 @pytest.mark.parametrize(("flow", "result", "code", "said"), ENDS.values(), ids=ENDS)
 def test_the_exit_code_and_the_last_line_agree_with_the_end(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flow: _Flow, result: dict[str, Any], code: int,
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flow: Flow, result: dict[str, Any], code: int,
         said: str) -> None:
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     out = io.StringIO()
-    start = _Start(Console(out), "tiny-cpu", True, False, run_key="k")
+    start = Start(Console(out), "tiny-cpu", True, False, run_key="k")
     assert _ended(start, flow, result, Config()) == code
     assert said in out.getvalue()
     last = json.loads(out.getvalue().splitlines()[-1])
@@ -54,8 +55,8 @@ def test_the_exit_code_and_the_last_line_agree_with_the_end(
 def test_a_run_that_is_alive_is_refused_whatever_an_earlier_start_wrote(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
-    start = _Start(Console(io.StringIO()), "tiny-cpu", True, False, run_key="k")
-    assert _ended(start, _Flow("FAILED", error=RunIsAlive("pid 7 owns it")), BROKE, Config()) == REFUSED
+    start = Start(Console(io.StringIO()), "tiny-cpu", True, False, run_key="k")
+    assert _ended(start, Flow("FAILED", error=RunIsAlive("pid 7 owns it")), BROKE, Config()) == REFUSED
     assert capsys.readouterr().err == "error: RunIsAlive: pid 7 owns it\n"
 
 
@@ -71,8 +72,8 @@ def test_a_rerun_and_a_rollout_are_given_again_by_their_own_verbs(
     monkeypatch.setattr("sys.argv", ["headway", "rollout", "--groups", "8", "--json"])
     for verb, again in (("rerun", "headway rerun k\n"), ("rollout", "headway rollout --run-key k --groups 8\n")):
         out = io.StringIO()
-        start = _Start(Console(out), None, False, False, verb=verb, run_key="k")
-        assert _ended(start, _Flow("FAILED", error=ValueError("x")), BROKE, Config()) == FAILED
+        start = Start(Console(out), None, False, False, verb=verb, run_key="k")
+        assert _ended(start, Flow("FAILED", error=ValueError("x")), BROKE, Config()) == FAILED
         assert again in out.getvalue()
 
 
@@ -80,8 +81,8 @@ def test_a_rollout_says_what_waits_and_who_trains_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     out = io.StringIO()
-    start = _Start(Console(out), None, False, False, verb="rollout", run_key="k")
-    assert _ended(start, _Flow("COMPLETED", SUMMARY), DONE | {"ended": None, "gathered": 7}, Config()) == 0
+    start = Start(Console(out), None, False, False, verb="rollout", run_key="k")
+    assert _ended(start, Flow("COMPLETED", SUMMARY), DONE | {"ended": None, "gathered": 7}, Config()) == 0
     assert "7 groups wait to be trained: headway train --run-key k\n" in out.getvalue()
     assert "validation.only" not in out.getvalue()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flows.console import Console
+from flows.ending import Start
 from flows.finishing import finish
-from flows.launch import _Start
 from flows.presets import settings_of
 from rl_core.errors import ConfigError, LearnerDead, RunIsAlive
 from rl_core.nightly.nights import Night, NightRun, put_night, run_keys
@@ -158,7 +158,7 @@ def test_a_night_that_has_ended_is_shown_and_one_that_has_not_needs_a_server(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_PROFILES_PATH", str(night_dir(night.key).root / "none.toml"))
     out = io.StringIO()
-    start = _Start(Console(out), None, True, True, verb="rerun")
+    start = Start(Console(out), None, True, True, verb="rerun")
     with pytest.raises(ConfigError, match=r"no Prefect server is kept .* `headway services up`, then the same"):
         finish(start, night)
     assert "0 of 2 runs are trained" in out.getvalue()
