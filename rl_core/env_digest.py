@@ -37,7 +37,7 @@ def environment(config: Config, ranks: int) -> dict[str, str]:
     device = learner.device if learner.device == "cpu" else f"cuda {torch.cuda.get_device_name()}"
     backends = cast(Any, torch.backends)
     fields = {
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(), "torch": str(torch.__version__), "transformers": transformers.__version__,
         "mkl": str(backends.mkl.is_available()), "onednn": str(backends.mkldnn.is_available()),
         "blas": _blas(), "cpu": cpu_model(), "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()), "deterministic": str(torch.are_deterministic_algorithms_enabled()),

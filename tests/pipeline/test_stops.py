@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,8 @@ def test_killed_in_the_middle_the_same_command_goes_on(home: Home) -> None:
     first = home.train("killed", *SETTINGS)
     for step, victim in ((2, "rollout"), (6, "learner"), (10, "owner")):
         first.wait_for_step(step)
+        if victim == "owner":
+            assert not has_torch(pid_of(home, first, "owner")), "no answer and no file made the owner import torch"
         kill(home, first, victim)
     first.process.wait()
     alive = processes_of(home)
@@ -35,6 +38,10 @@ def test_killed_in_the_middle_the_same_command_goes_on(home: Home) -> None:
     assert {read_record(second.run, step).attempt for step in range(STEPS)} == {1, 2}
     check_finished(home, second, STEPS)
     assert home.states("killed") == (["CRASHED", "COMPLETED"], ["FINISHED"])
+
+
+def has_torch(pid: int | None) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def kill(home: Home, command: Command, victim: str) -> None:

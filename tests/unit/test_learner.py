@@ -723,6 +723,7 @@ def test_a_record_names_the_environment_and_what_differs_between_two(tmp_path):
     assert {"torch", "blas", "cpu", "isa", "deterministic", "dtype", "device", "commit"} <= set(record.env)
     assert (record.env["threads"], record.env["deterministic"], record.env["ranks"]) == ("1", "True", "1")
     assert environment(config, 1) == record.env
+    assert {type(value) for value in record.env.values()} == {str}, "else who reads a record imports what it is made of"
     other = environment(config, 2)
     assert other["env_digest"] != record.env["env_digest"]
     assert differing_fields(record.env, other) == {"ranks": ("1", "2")}
