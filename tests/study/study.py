@@ -3,6 +3,7 @@
     make study                     all of them; what is finished is not done again
     make study BUDGET=2h           the prefix that fits; a half-done run is gone on with
     python -m tests.study.study --budget 90s --name try --steps 20 --seeds 1,2
+    make study STUDY='--name fast --set learner.lr=2e-4'    another study, with settings over those of order.py
 
 One Prefect server and one Ray head serve all runs, which else would each wait for their own. A watchdog ends them
 should this process be killed (tasks/services.py). Runs lie under HEADWAY_HOME as any others do, their rows in
@@ -99,8 +100,9 @@ def collect(name: str, runs: Sequence[StudyRun]) -> tuple[list[RunRow], list[Poi
 class Commands:
     """Runs `headway train`, one at a time, over services that are there."""
 
-    def __init__(self, name: str, steps: int, environ: Mapping[str, str], logs: Path) -> None:
-        self._name, self._steps, self._environ, self._logs = name, steps, environ, logs
+    def __init__(self, name: str, settings: Callable[[StudyRun], Sequence[str]], environ: Mapping[str, str],
+                 logs: Path) -> None:
+        self._name, self._settings, self._environ, self._logs = name, settings, environ, logs
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         logs.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,7 @@ class Commands:
         if self._stopped:
             return STOPPED[1]
         key = run.key(self._name)
-        sets = [word for setting in run.settings(self._steps) for word in ("--set", setting)]
+        sets = [word for setting in self._settings(run) for word in ("--set", setting)]
         with (self._logs / f"{key}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flows.cli", "train", "--preset", PRESET, *sets, "--run-key", key, "--json"],
@@ -166,6 +168,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--budget", type=seconds_of, default=None, help="as 2h, 90m or 45s; without it, all runs")
     parser.add_argument("--name", default="study", help="begins every run key")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps of every run")
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="NAME=VALUE", help="in every run")
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=SEEDS, help="as 1,2,3")
     return parser.parse_args()
 
@@ -174,12 +177,16 @@ def main() -> int:
     """Exit code 0 where everything that fitted was made, 1 where a run failed, 130 where it was stopped."""
     args, home = asked(), headway_home()
     runs, place = ordered(args.seeds), home / "study" / args.name
+
+    def settings(run: StudyRun) -> tuple[str, ...]:
+        return (*run.settings(args.steps), *args.sets)
+
     shared = services.start(place / "services", home, isolated=True, deadlines=DeadlineConfig())
-    commands = Commands(args.name, args.steps, environment(home, shared), place / "logs")
+    commands = Commands(args.name, settings, environment(home, shared), place / "logs")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, commands.stop)
     parent = Parent(destination(Config(isolated=True), home), args.name,
-                    {run.key(args.name): list(run.settings(args.steps)) for run in runs})
+                    {run.key(args.name): list(settings(run)) for run in runs})
     try:
         parent.adopt([run_dir(run.key(args.name)) for run in took_of(args.name, runs)])
         report = study(args.name, runs, steps=args.steps, budget_s=args.budget, train=commands.train,
