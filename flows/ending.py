@@ -12,6 +12,7 @@ from typing import Any
 from flows.command import INTERRUPTED, OUT_OF_TIME, TERMINATED, failed
 from flows.console import Console, next_lines, summary_lines
 from rl_core.errors import ConfigError, DataError
+from tasks import signals
 
 STOPPED_BY = {"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED, "max_wall_time": OUT_OF_TIME}
 
@@ -67,6 +68,14 @@ def said(start: Start, lines: Sequence[str], status: str, code: int, wall_s: flo
 
         start.console.line(json.dumps(summary_so_far(start.run_key, status, wall_s), allow_nan=False))
     return code
+
+
+def stopped_behind(start: Start, resume: str) -> int:
+    """Say of a night whose runs are trained that what comes behind was stopped, and what goes on with it. Returns the
+    exit code."""
+    name = signals.received() or "SIGINT"
+    lines = ["", f"stopped by {name} before the night was told; its runs are trained", f"  go on    {resume}"]
+    return said(start, lines, "completed", STOPPED_BY[name])
 
 
 def brief(error: BaseException | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.command import FAILED, USERS_TO_MEND, hush
 from flows.console import cause_lines, stage, stopped_lines
-from flows.ending import STOPPED_BY, Flow, Start, brief, completed, refused, said
+from flows.ending import STOPPED_BY, Flow, Start, brief, completed, refused, said, stopped_behind
 from flows.following import run_flow, set_client
 from flows.presets import settings_of
 from rl_core.config import Config
@@ -104,6 +104,8 @@ def _ended(start: Start, night: Night, flow: Flow, stopped: dict[str, Any] | Non
         lines = stopped_lines(run_key=start.run_key, signal=name, step=steps_done(run),
                               total=settings_of(night, left[0])[1].total_steps, resume=f"headway rerun {night.key}")
         return said(start, lines, "cancelled", STOPPED_BY[name], result.get("wall_s"))
+    if flow.name == "CANCELLED":
+        return stopped_behind(start, f"headway rerun {night.key}")
     text = str(cause) if isinstance(cause, NightFailed) else brief(cause)  # the night's own says what goes on with it
     more = [] if isinstance(cause, NightFailed) else [f"  go on    headway rerun {night.key}"]
     return said(start, ["", *cause_lines(text), *([f"  logs     {run.logs}"] if left else []), *more],

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from flows.command import FAILED, INTERRUPTED, TERMINATED, USERS_TO_MEND, hush
+from flows.command import FAILED, INTERRUPTED, TERMINATED, USERS_TO_MEND, failed, hush
 from flows.console import Console, amendment_text, cause_lines, failed_lines, stage, stopped_lines
 from flows.ending import STOPPED_BY, Flow, Start, brief, completed, refused, said
 from flows.following import run_flow, set_client
@@ -77,6 +77,9 @@ def _guarded(start: Start, begin: Callable[[], int]) -> int:
     except USERS_TO_MEND as error:
         return refused(console, error)
     except (DeadPart, OSError) as error:
+        if start.run_key is None:  # there is no run of which to tell anything
+            console.close()
+            return failed(error, FAILED)
         return said(start, ["", f"failed: {error}"], "failed", FAILED)
     except KeyboardInterrupt:
         return said(start, ["", "stopped by SIGINT before training began"], "cancelled", INTERRUPTED)

@@ -16,18 +16,28 @@ from typing import Annotated, Any, Literal
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.presets import DEFAULT, load_preset, nested, settings_of
 from flows.train import train_run
 from rl_core.config import Config
-from rl_core.errors import NightFailed
+from rl_core.errors import BrokenFile, ConfigError, NightFailed
 from rl_core.plan import make_plan, resolve
+from tasks import signals
 from tasks.inspection import is_completed
-from tasks.night_end import end_night, tell_failure, tell_trouble, training_failure, words_of
+from tasks.night_end import (
+    end_night,
+    signal_of,
+    stopped_night,
+    tell_failure,
+    tell_trouble,
+    training_failure,
+    words_of,
+)
 from tasks.night_files import has_ended, night_tags, owned, refuse_if_busy, unfinished
-from tasks.nights import NAME, Night, NightRun, Thresholds, asked_for, begin_night, open_matrix
+from tasks.nights import NAME, Night, NightRun, Thresholds, asked_for, begin_night, begun_night, open_matrix
 from tasks.notifying import ADDRESS
 from tasks.paths import run_dir
 
@@ -74,6 +84,12 @@ def nightly(preset: str = DEFAULT, overrides: dict[str, Any] | None = None,
             of a webhook, `block:TYPE/NAME` a block of Prefect. Never the address itself.
         notify_on: always, or trouble, which is alarms and nights that fail or are stopped.
     """  # in Google's form, which Prefect shows beside the fields of its form
+    if (begun := begun_night()) is not None:  # a Retry: what was asked for then holds, whatever became of the preset
+        try:
+            return finish_night(begun)
+        except (ConfigError, BrokenFile) as error:  # in the settings of a run that is not trained
+            tell_failure(begun, f"{type(error).__name__}: {error}")
+            raise
     try:
         wanted = asked_for(
             name=name, preset=preset, overrides=nested(overrides or {}), seeds=seeds or [],
@@ -102,6 +118,7 @@ def run_night(night: Night, config: Config) -> dict[str, Any] | State[Any]:
             if night.is_matrix:
                 open_matrix(night, config)
             for run in night.runs:
+                signals.check()  # one for which the run before was too near its end
                 stopped = _trained(night, run)
                 if stopped is not None:
                     tell_failure(night, stopped.message or "", stopped=True)
@@ -110,6 +127,8 @@ def run_night(night: Night, config: Config) -> dict[str, Any] | State[Any]:
         except NightFailed as error:
             tell_failure(night, str(error))
             raise
+        except (KeyboardInterrupt, TerminationSignal) as error:  # before a run, or between two of them
+            return stopped_night(night, "training", signal_of(error) or "SIGTERM")
 
 
 def finish_night(night: Night) -> dict[str, Any] | State[Any]:

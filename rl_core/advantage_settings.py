@@ -47,8 +47,9 @@ class PartsAdvantage(GroupCommon):
 
     name: Literal["gdpo"] = training("gdpo", "Estimator (algorithms.md).")
     eps: float = training(1e-6, "Added to the standard deviation.", gt=0)
-    parts: tuple[PartWeight, ...] = training((), "Reward parts and their weights, as in [{part: format, weight: 0.5}]; "
-                                                 "empty = all parts of the claim, weight 1.")
+    parts: tuple[PartWeight, ...] = training(
+        (), "Reward parts and their weights, as in [{part: format, weight: 0.5}]; empty = `main` and scoring.parts at "
+        "their weights, or without those all parts that the reward returns, weight 1.")
 
 
 class PlainAdvantage(GroupCommon):

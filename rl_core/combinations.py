@@ -11,7 +11,8 @@ from rl_core.config import Config, LearnerConfig
 from rl_core.correction_settings import KlConfig, RejectionRule
 from rl_core.errors import refuse
 from rl_core.lora.plan import check_lora
-from rl_core.loss_settings import CispoLoss, ClipCovLoss, TisLoss
+from rl_core.loss_settings import CispoLoss, ClipCovLoss, OpsmLoss, TisLoss
+from rl_core.reward_settings import MAIN, TASK, estimator_of
 from rl_core.roles.plan import check_roles
 
 OWN_WEIGHTS = {"decoupled_ppo": "prox/mu", "tis_reinforce": "pi/mu", "topr": "pi/mu"}
@@ -25,6 +26,13 @@ NO_PENALTY = {
     "maxrl": "maxrl is for rewards of at least 0, and the penalty takes from them; use score, mask or exclude",
 }
 """Estimators that learner.loss.truncated=penalty makes no sense with."""
+PLAIN_AT_RATIO_1 = ("gspo", "gmpo", "sapo", "cispo", "dppo_tv", "dppo_kl", "dro", "kl_cov")
+"""Losses of which -A log pi is left, or a multiple of it, where the ratio is 1. Of ppo_clip, too: the default, of which
+the document tells (algorithms.md 4)."""
+DIAGNOSES = {"code": "passed and ended_...", "judge": "judge_score, judge_nonsense ...", "math_verify": "parsed"}
+"""Rewards by name whose parts say how the answer was scored, each with these parts."""
+AT_LEAST_0 = ("exact", "regex", "gsm8k", "math_verify", "code", "judge")
+"""Rewards by name that are never negative, as those of reasoning_gym are."""
 
 
 def check_combination(learner: LearnerConfig) -> None:
@@ -57,6 +65,56 @@ def check_baseline(config: Config) -> None:
                "shards: it cannot be scored anew; keep the rewards, or use grpo, rloo or another estimator")
 
 
+def check_rewards(config: Config) -> None:
+    """Raises ConfigError for rewards that the estimator cannot learn from as they are weighted."""
+    scoring, settings = config.scoring, config.learner.advantage
+    if settings.name == "maxrl":
+        why = "maxrl is for rewards of at least 0, and a weight below 0 takes from them; use one of at least 0, or grpo"
+        if scoring.weight < 0:
+            refuse("scoring.weight", scoring.weight, why)
+        for part in (part for part in scoring.parts if part.weight < 0):
+            refuse("scoring.parts", part.weight, f"of the part {part.part}: {why}")
+    if settings.name != "gdpo" or settings.parts or scoring.parts:
+        return
+    if config.reward in DIAGNOSES:
+        refuse("learner.advantage.parts", [], f"gdpo would add up all parts of the reward {config.reward}, and these "
+               f"say how it was scored ({DIAGNOSES[config.reward]}); name those to learn from, add rewards in "
+               "scoring.parts, or use grpo")
+    if scoring.weight != 1:
+        refuse("scoring.weight", scoring.weight, "multiplies the sum, and gdpo reads the parts that the reward "
+               "returns; give these their weights in learner.advantage.parts, and leave it at 1")
+
+
+def check_updates(config: Config) -> None:
+    """Raises ConfigError for what the updates of a step, or the steps of the run, leave nothing to do for."""
+    loss, warmup_steps = config.learner.loss, config.learner.critic.warmup_steps
+    if isinstance(loss, OpsmLoss) and loss.anchor == "proximal" and _has_ratio_1(config):
+        refuse("learner.loss.anchor", "proximal", "in a step of one update the policy is the proximal one, and no "
+               "answer is ever left out; use behavior, or more updates (learner.passes, learner.minibatch_groups)")
+    if warmup_steps >= config.total_steps:
+        refuse("learner.critic.warmup_steps", warmup_steps, f"the critic would learn alone in all of total_steps = "
+               f"{config.total_steps}, and the policy never; use fewer")
+
+
+def update_warnings(config: Config) -> tuple[str, ...]:
+    """What is left of a loss on a ratio in a step of one update: a sentence, for the plan."""
+    learner = config.learner
+    if learner.loss.name not in PLAIN_AT_RATIO_1 or not _has_ratio_1(config):
+        return ()
+    stale = config.offline or config.staleness.bound > 0 or config.publish_every > 1
+    uncorrected = ", nor does anything correct for stale answers" if stale and learner.correction.weights == "none" \
+        else ""
+    return (f"learner.loss.name: {learner.loss.name} is the plain policy gradient, -A log pi, in a step of one update: "
+            f"its ratio pi/prox is 1 at every token, and no bound of it ever acts{uncorrected}; set "
+            "learner.correction.mode=bypass, without weights, for the ratio pi/mu, or more updates (learner.passes, "
+            "learner.minibatch_groups)",)
+
+
+def _has_ratio_1(config: Config) -> bool:
+    """Whether every update is the first one of its step, of the very policy that the ratio is taken against."""
+    return config.updates_per_step == 1 and config.learner.correction.mode == "decoupled"
+
+
 def check_sessions(config: Config) -> None:
     """Raises ConfigError for settings that cannot take sessions of several trajectories."""
     rollout, learner = config.rollout, config.learner
@@ -82,6 +140,27 @@ def check_baseline_landed(run_key: str, made_by: Iterable[Config], wanted: Confi
         refuse("learner.advantage.name", wanted.learner.advantage.name, f"run {run_key} has sampled for "
                f"{', '.join(others)}, without a greedy answer to each prompt, and groups of it that have landed would "
                "have no baseline; begin a run with remax, by another --run-key")
+
+
+def check_rewards_landed(run_key: str, made_by: Iterable[Config], wanted: Config) -> None:
+    """Raises ConfigError where rewards of a run are to be learned from that the estimator cannot take: a step would end
+    the run behind a claim that stands. `made_by`: the settings of all of the run's revisions."""
+    earlier, name = list(made_by), wanted.learner.advantage.name
+    if name == "maxrl" and not all(one.learner.advantage.name == name or _is_at_least_0(one) for one in earlier):
+        refuse("learner.advantage.name", name, f"takes rewards of at least 0, and those that groups of run {run_key} "
+               "have landed with may be less; use another estimator, or begin a run with maxrl, by another --run-key")
+    settings = estimator_of(wanted, ())
+    if settings.name == "gdpo" and MAIN in {one.part for one in settings.parts} and not all(
+            one.scoring.parts or one.scoring.weight != 1 for one in earlier):
+        refuse("learner.advantage.name", name, f"takes the part `{MAIN}` of the rewards, which groups of run {run_key} "
+               "have landed without; use another estimator, or begin a run with scoring.parts, by another --run-key")
+
+
+def _is_at_least_0(config: Config) -> bool:
+    """Whether no reward by these settings is negative."""
+    rewards = [(config.reward, config.scoring.weight), *((part.reward, part.weight) for part in config.scoring.parts)]
+    return all(weight == 0 or (weight > 0 and (reward in AT_LEAST_0 or reward.startswith(TASK)))
+               for reward, weight in rewards)
 
 
 def check_exact(config: Config) -> None:
@@ -128,6 +207,9 @@ def _check_loss(learner: LearnerConfig) -> None:
                                                              "use seq_mean_token_mean")
     if isinstance(loss, CispoLoss | TisLoss) and loss.ratio_low >= loss.ratio_high:
         refuse("learner.loss.ratio_low", loss.ratio_low, f"not below ratio_high = {loss.ratio_high}")
+    if isinstance(loss, OpsmLoss) and loss.anchor == "proximal" and bypass:
+        refuse("learner.loss.anchor", "proximal", "with learner.correction.mode=bypass the behavior policy stands in "
+               "for the proximal one; use behavior, or mode=decoupled")
     if isinstance(loss, ClipCovLoss) and loss.cov_low >= loss.cov_high:
         refuse("learner.loss.cov_low", loss.cov_low, f"not below cov_high = {loss.cov_high}")
 
@@ -141,9 +223,10 @@ def _check_correction(learner: LearnerConfig) -> None:
         if correction.mode == "bypass" and name not in TAKES_WEIGHTS_IN_BYPASS:
             refuse("learner.correction.weights", correction.weights, f"with mode=bypass the ratio of {name} is pi/mu "
                    "already; weights are applied at most once: use none, or mode=decoupled")
-    elif correction.normalize:
-        refuse("learner.correction.normalize", True, "there are no weights to normalise; set "
-                                                     "learner.correction.weights, too")
+    elif correction.normalize and name != "decoupled_ppo":
+        refuse("learner.correction.normalize", True, f"the weights of {name} are clipped in the loss itself, and not "
+               "normalised; leave it out" if name in OWN_WEIGHTS else "there are no weights to normalise; set "
+               "learner.correction.weights, too")
     if (correction.weights == "function") != (correction.path is not None):
         refuse("learner.correction.path", correction.path,
                "belongs to learner.correction.weights=function, which needs it; set both or none")

@@ -10,6 +10,8 @@ Weights = Literal["none", "token_truncate", "sequence_truncate", "geometric_trun
                   "sequence_icepop", "geometric_icepop", "function"]
 RuleName = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
                    "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
+DECOUPLED_CAP = 5.0
+"""Cap of the token weights prox/mu that decoupled_ppo brings along."""
 
 
 class RejectionRule(Part):
@@ -31,7 +33,7 @@ class CorrectionConfig(Part):
         "at cap (truncate), or 0 outside [icepop_low, icepop_high] (icepop); or those of a function (path).")
     path: str | None = training(None, "weights=function: the function, `./file.py:function` or "
                                       "`package.module:function` (docs/hooks.md).", min_length=1)
-    cap: float = training(2.0, "Upper bound of a truncated weight.", gt=0)
+    cap: float = training(2.0, "Upper bound of a truncated weight; decoupled_ppo has its own.", gt=0)
     icepop_low: float = training(0.5, "icepop: smallest weight that counts.", ge=0)
     icepop_high: float = training(5.0, "icepop: largest weight that counts.", gt=0)
     normalize: bool = training(False, "Divide the weights by their mean over the minibatch.")

@@ -37,6 +37,12 @@ class RewardTimeout(RewardError):
     reason = "reward_timeout"
 
 
+class RewardNegative(RewardError):
+    """A reward below 0 where the estimator takes none (maxrl). Its answer is sampled again, never scored 0."""
+
+    reason = "reward_negative"
+
+
 class JudgeFailed(RewardError):
     """A judge that gave no score: nonsense, a refusal, no connection. `reason` says which, as in `judge_refused`."""
 

@@ -375,7 +375,8 @@ AREAL = {
                                        "rule of `learner.correction.rejection`",
     "actor.rejection_sampling.upper": "learner.correction.cap",
     "actor.rejection_sampling.*": "learner.correction.rejection: rules with bounds on the ratio, or on k2 and k3",
-    "actor.behave_imp_weight_cap": "learner.correction.cap",
+    "actor.behave_imp_weight_cap": "learner.correction.cap: of `ppo_clip` with `learner.correction.weights="
+                                   "token_truncate`, the same loss; `decoupled_ppo` has 5",
     "actor.importance_sampling_level": "learner.loss.name: `sequence` is `gspo`",
     "actor.use_sapo_loss": "learner.loss.name: true is `sapo`",
     "actor.m2_threshold": "learner.loss.tau: of the loss `m2po`",

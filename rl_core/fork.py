@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_core.checkpoint import checkpoints, read_checkpoint_state
-from rl_core.combinations import check_baseline_landed
+from rl_core.combinations import check_baseline_landed, check_rewards_landed
 from rl_core.config import Config
 from rl_core.env_digest import differing_fields
 from rl_core.errors import CheckpointDamaged, ConfigError, ForkDiverged, ShardCorrupt
@@ -100,7 +100,9 @@ def check_fork(run: RunDir, run_key: str, step: int, wanted: Config) -> None:
     if fields := differing(settings_at(run, step)[1], wanted, "identity"):
         raise ConfigError(f"a fork of run {run_key} has its identity fields: {listed(fields)}. Its past was made with "
                           "them: begin another run with the ones asked for, by headway train --run-key")
-    check_baseline_landed(run_key, (config_of(run, r) for r in range(current_revision(run) + 1)), wanted)
+    made_by = [config_of(run, r) for r in range(current_revision(run) + 1)]
+    check_baseline_landed(run_key, made_by, wanted)
+    check_rewards_landed(run_key, made_by, wanted)
     if wanted.total_steps <= step:
         raise ConfigError(f"total_steps: a fork from step {step} would train nothing; use more than {step}, as in "
                           f"--set total_steps={2 * step or 1} (got {wanted.total_steps})")

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import field_validator
 
@@ -69,3 +70,5 @@ class RewardModelConfig(Part):
     squash: bool = training(False, "Put it through a sigmoid.")
     right: float | None = training(None, "Reward from which on an answer counts as right; null = it does not say.")
     threads: int = environment(1, "CPU threads of each process that scores.", ge=1)
+    device: Literal["cpu", "cuda"] = environment("cpu", "Where it computes; cuda = on the GPUs of the rollout worker.")
+    dtype: Literal["float32", "bfloat16"] = training("float32", "Of its weights; the score is float32.")

@@ -69,7 +69,7 @@ METRICS: tuple[Metric, ...] = (
            "1 + clip_high, A > 0).", "tokens"),
     Metric("train/ratio_max", "1", "Largest ratio of the loss (policy over its anchor).", "none"),
     Metric("train/ratio_drift", "1", "Invariant (a): largest |policy/proximal - 1| of the first micro-batch; NaN where "
-           "the proximal log-probs are not recomputed.", "none", tracked=False),
+           "the proximal log-probs have no pass of their own.", "none", tracked=False),
     Metric("train/kl_proximal", "nats/token", "k3 of policy against proximal (in bypass mode behavior) over all "
            "updates.", "tokens"),
     Metric("train/grad_norm", "1", "Gradient norm before clipping, mean over the updates that were made.", "updates"),

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from rl_core.combinations import check_baseline_landed
+from rl_core.combinations import check_baseline_landed, check_rewards_landed
 from rl_core.config import CodeConfig, Config
 from rl_core.errors import BrokenFile, ConfigError, ShardCorrupt
 from rl_core.experience.columns import fixed_values
@@ -99,7 +99,8 @@ def read_taken(run: RunDir) -> Taken | None:
 
 def check_agreement(source: RunDir, run_key: str, config: Config) -> None:
     """Raises ConfigError naming every setting that shards of the run fix, and that is another one here, and for an
-    estimator that needs greedy baselines which they have not. `source`: that run, or what is kept of it."""
+    estimator that needs greedy baselines, or rewards, which they have not. `source`: that run, or what is kept of it.
+    """
     made_by = [config_of(source, r) for r in range(current_revision(source) + 1)]
     mine, theirs = flatten(config), flatten(made_by[-1])
     fields = {name: (theirs.get(name), value) for name, value in mine.items()
@@ -108,6 +109,8 @@ def check_agreement(source: RunDir, run_key: str, config: Config) -> None:
         raise ConfigError(f"the shards of run {run_key} were made with other settings: {listed(fields)}. Train on them "
                           "with theirs, or sample anew")
     check_baseline_landed(run_key, made_by, config)
+    if is_scored_alike(source, config):
+        check_rewards_landed(run_key, made_by, config)
     if config.rollout.session is not None and not is_scored_alike(source, config):
         raise ConfigError(f"rollout.session: run {run_key} has sessions, which are scored by their last answers, and "
                           "its answers would be scored anew one by one, by other reward settings; keep those settings")

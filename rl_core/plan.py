@@ -23,7 +23,10 @@ from rl_core.combinations import (
     check_combination,
     check_exact,
     check_lengths,
+    check_rewards,
     check_sessions,
+    check_updates,
+    update_warnings,
 )
 from rl_core.config import (
     Config,
@@ -37,6 +40,7 @@ from rl_core.config import (
 from rl_core.engine_plan import check_engine, copies_of_weights
 from rl_core.errors import ConfigError, refuse
 from rl_core.foreign_keys import answer
+from rl_core.idle_settings import check_idle
 from rl_core.lora.plan import check_publication, lora_words
 from rl_core.loss_settings import LossConfig
 from rl_core.no_spread import check_no_spread, no_spread_warnings
@@ -325,6 +329,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     """Totals of the run, and the refusals that need the inputs. Raises ConfigError."""
     check(config)
     check_no_spread(config)  # of what a claim will leave out: a replay has its claim
+    for check_new in (check_rewards, check_updates, check_idle):  # not in `check`: earlier versions stored such runs
+        check_new(config)
     prompt = facts.longest_prompt if facts else config.data.max_prompt_tokens
     worst = GROUP_OVERHEAD_BYTES + BYTES_PER_TOKEN * (prompt + config.group_size * config.sampling.max_new_tokens)
     if config.rollout.session is not None:  # each answer with a prompt of its own
@@ -370,7 +376,7 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         validation_prompts=facts.validation_rows if facts else None,
         validation_prompts_left_out=facts.dropped_validation if facts else 0,
         sources=len(config.data.train),
-        warnings=(*no_spread_warnings(config), *(facts.warnings if facts else ())),
+        warnings=(*no_spread_warnings(config), *update_warnings(config), *(facts.warnings if facts else ())),
         group_bytes=group_bytes,
         reserve_bytes=reserve,
         disk_bytes=disk,

@@ -148,7 +148,7 @@ class Rescoring:
             found = list(threads.map(partial(self._score, prompt), texts))
             failed = [answer for answer in found if isinstance(answer, RewardError)]
             if failed:
-                self._end(name, epoch, position, "reward_error", str(failed[0]))
+                self._end(name, epoch, position, failed[0].reason, str(failed[0]))
             self._count(found)
             scores_G.append(None if failed else [answer for answer in found if isinstance(answer, Score)])
         return scores_G

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from rl_core.combinations import check_baseline_landed
+from rl_core.combinations import check_baseline_landed, check_rewards_landed
 from rl_core.config import Config, field_kinds
 from rl_core.errors import BrokenFile, ConfigError
 from rl_core.experience.ledger import claimed_steps, read_end
@@ -139,9 +139,10 @@ def check_same_training(run_key: str, stored: Config, wanted: Config, revision: 
 
 def check_amendment(run: RunDir, run_key: str, stored: Config, wanted: Config) -> None:
     """Raises ConfigError where the amended run could not do what it says: fewer steps than are claimed already,
-    nothing to do for a run that has ended, or groups without the greedy baseline that they would be trained by. Every
-    other training field can change at any step (changing-a-run.md 5)."""
+    nothing to do for a run that has ended, or groups without the baseline or the rewards that they would be trained by.
+    Every other training field can change at any step (changing-a-run.md 5)."""
     check_baseline_landed(run_key, (stored,), wanted)
+    check_rewards_landed(run_key, (stored,), wanted)
     claimed = len(claimed_steps(run))
     if wanted.total_steps < claimed:
         raise ConfigError(f"total_steps: {claimed} steps of run {run_key} have their claim, and what is claimed is "

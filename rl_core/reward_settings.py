@@ -5,9 +5,10 @@ to `regex`. Starts nothing, imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from rl_core.advantage_settings import AdvantageConfig, PartsAdvantage, PartWeight
 from rl_core.config import REWARDS, Config
 from rl_core.errors import ConfigError, refuse
 
@@ -52,6 +53,22 @@ def single_rewards(config: Config) -> list[Config]:
     return [config.model_copy(update={"scoring": alone}), *(
         config.model_copy(update={"reward": part.reward, "scoring": alone.model_copy(
             update={"pattern": part.pattern, "signature": "auto"})}) for part in config.scoring.parts)]
+
+
+def estimator_of(config: Config, recorded: Collection[str]) -> AdvantageConfig:
+    """The estimator's settings as a step reads them: gdpo without parts of its own has those that the reward is added
+    up of, each at its weight.
+
+    `recorded`: parts that answers of the claim have. What was amended to be a part since these were scored is left out;
+    where that is all, nothing is, and the estimator says so.
+    """
+    settings, scoring = config.learner.advantage, config.scoring
+    if not isinstance(settings, PartsAdvantage) or settings.parts or not scoring.parts:
+        return settings
+    parts = (PartWeight(part=MAIN, weight=scoring.weight),
+             *(PartWeight(part=part.part, weight=part.weight) for part in scoring.parts))
+    there = tuple(part for part in parts if part.part in recorded)
+    return settings.model_copy(update={"parts": there or parts})
 
 
 def check_scoring(config: Config) -> None:

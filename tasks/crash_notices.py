@@ -38,7 +38,7 @@ def ensure(api_url: str, auth: str | None, notify: str | None) -> None:
     if action is None and found is not None:
         servers.prefect_ask(api_url, auth, "DELETE", f"/automations/{found['id']}")
     elif action is not None and found is None:
-        servers.prefect_ask(api_url, auth, "POST", "/automations/", _automation(action))
+        silent_runs.make(api_url, auth, _automation(action))
     elif action is not None and found is not None and not _does(found, action):
         servers.prefect_ask(api_url, auth, "PUT", f"/automations/{found['id']}",
                             _automation(action, enabled=found["enabled"]))
@@ -73,7 +73,8 @@ def _automation(action: dict[str, Any], *, enabled: bool = True) -> dict[str, An
     """As Prefect's API takes it."""
     return {
         "name": NAME, "enabled": enabled, "actions": [action],
-        "description": "The process of a night was killed. `headway deploy --param notify=` changes or removes this.",
+        "description": "The process of a night was killed. `headway deploy --param notify=block:TYPE/NAME` changes "
+                       "this, `headway deploy --param notify=null` removes it.",
         "trigger": {
             "type": "event", "posture": "Reactive", "threshold": 1, "within": 0,
             "match": {"prefect.resource.id": "prefect.flow-run.*"},

@@ -37,7 +37,8 @@ def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None
     if cron is not None:
         check_cron(cron, timezone)
     page, api, auth = server(home)
-    names = _names(source)
+    listed = _listed(source)
+    names = [name for name, _ in listed]
     if (cron is not None or parameters) and NIGHTLY.partition("/")[2] not in names:
         raise ConfigError(f"--cron, --param: {source} has no deployment {NIGHTLY}; there are {', '.join(names)}")
     crash_notices.check(api, auth, (parameters or {}).get("notify"))
@@ -61,7 +62,7 @@ def deploy(home: Path, directory: Path, source: Path, *, cron: str | None = None
     nightly = servers.prefect_ask(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
     if nightly is not None:
         crash_notices.ensure(api, auth, nightly["parameters"].get("notify"))
-    return [_registered(page, api, auth, name, said) for name in names]
+    return [_registered(page, api, auth, name, entrypoint, said) for name, entrypoint in listed]
 
 
 def server(home: Path, environ: Mapping[str, str] = os.environ) -> tuple[str, str, str | None]:
@@ -136,30 +137,37 @@ def _with_parameters(home: Path, source: Path, before: Mapping[str, Any], given:
 
 def _schedule(api: str, auth: str | None, cron: str, timezone: str | None) -> None:
     """Give NIGHTLY this schedule, and no other. Raises DeadPart."""
-    found = servers.prefect_call(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
+    found = servers.prefect_ask(api, auth, "GET", f"/deployments/name/{NIGHTLY}")
     place = f"/deployments/{found['id']}/schedules" if found else ""
-    for one in servers.prefect_call(api, auth, "GET", place) or () if found else ():
-        servers.prefect_call(api, auth, "DELETE", f"{place}/{one['id']}")
-    if cron != NO_CRON and (not found or servers.prefect_call(api, auth, "POST", place, [
+    for one in servers.prefect_ask(api, auth, "GET", place) or () if found else ():
+        servers.prefect_ask(api, auth, "DELETE", f"{place}/{one['id']}")
+    if not found or (cron != NO_CRON and servers.prefect_ask(api, auth, "POST", place, [
             {"schedule": {"cron": cron, "timezone": timezone or "UTC"}, "active": True, "slug": "headway"}]) is None):
-        raise DeadPart(f"the Prefect server at {api} did not take the schedule {cron!r} of {NIGHTLY}")
+        raise DeadPart(f"the Prefect server at {api} has no {NIGHTLY} to give the schedule {cron!r} to")
 
 
-def _names(source: Path) -> list[str]:
-    """Names of the deployments in the file."""
+def _listed(source: Path) -> list[tuple[str, str | None]]:
+    """Name and entrypoint of each deployment in the file."""
     try:
         listed = yaml.safe_load(source.read_text())["deployments"]
-        return [str(one["name"]) for one in listed]
+        return [(str(one["name"]), one.get("entrypoint")) for one in listed]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"--prefect-file {source}: {type(error).__name__}: {error}") from error
 
 
-def _registered(page: str, api: str, auth: str | None, name: str, said: str) -> dict[str, Any]:
-    found = servers.prefect_call(api, auth, "POST", "/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
-    if not found:
+def _registered(page: str, api: str, auth: str | None, name: str, entrypoint: str | None, said: str) -> dict[str, Any]:
+    """The deployment as the server has it. Raises DeadPart.
+
+    Of those of this name it is the newest one with this entrypoint: others, who use the server as well, may have called
+    one of another flow the same.
+    """
+    found = servers.prefect_ask(api, auth, "POST", "/deployments/filter", {
+        "deployments": {"name": {"any_": [name]}}, "sort": "UPDATED_DESC"}) or ()
+    one = next((one for one in found if one["entrypoint"] == entrypoint), None)
+    flow = None if one is None else servers.prefect_ask(api, auth, "GET", f"/flows/{one['flow_id']}")
+    if one is None or flow is None:
         raise DeadPart(f"prefect deploy did not register {name!r}:\n{said.strip()}")
-    flow = servers.prefect_call(api, auth, "GET", f"/flows/{found[0]['flow_id']}")
-    schedules = [one["schedule"] for one in found[0].get("schedules") or () if one.get("active")]
-    return {"name": f"{flow['name']}/{name}", "id": found[0]["id"],
-            "url": f"{page}/deployments/deployment/{found[0]['id']}", "parameters": found[0].get("parameters") or {},
-            "schedules": [f"{one['cron']} {one.get('timezone') or 'UTC'}" for one in schedules if "cron" in one]}
+    schedules = [known["schedule"] for known in one.get("schedules") or () if known.get("active")]
+    return {"name": f"{flow['name']}/{name}", "id": one["id"],
+            "url": f"{page}/deployments/deployment/{one['id']}", "parameters": one.get("parameters") or {},
+            "schedules": [f"{when['cron']} {when.get('timezone') or 'UTC'}" for when in schedules if "cron" in when]}

@@ -38,7 +38,8 @@ def up(home: Path, *, prefect_port: int | None = None, mlflow_port: int | None =
     What is said is kept for the next time. Raises ConfigError for a port that is taken, a database that cannot be one,
     and for other settings than those of services that are up; DeadPart with the end of a log; DeadlinePassed.
     """
-    kept.directory(home).mkdir(parents=True, exist_ok=True)
+    for place in kept.directories(home):
+        servers.for_owner_alone(place)
     servers.prefect_auth(home)
     with turn(kept.directory(home), "`headway services up`", TURN_S):
         found = kept.read(home)

@@ -85,6 +85,12 @@ def directory(home: Path) -> Path:
     return home / "services"
 
 
+def directories(home: Path) -> tuple[Path, ...]:
+    """Those of the services, for their owner alone: Prefect encrypts what blocks hold with a key that lies in the same
+    database, and files have the mode that the umask gives them."""
+    return home / "prefect", home / "mlflow", directory(home)
+
+
 def log(home: Path, name: str) -> Path:
     return directory(home) / f"{name}.log"
 

@@ -13,21 +13,32 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelled
 
 from rl_core.errors import NightFailed, RunIsAlive
 from rl_core.history import read_validations
 from rl_core.looking.comparison import Difference, alone, caveats, changed_settings, compare
 from rl_core.looking.failures import component_of, place_of
 from rl_core.nightly.gates import ACCURACY, Judgement, best_of, judge, widened
-from rl_core.nightly.nights import Baseline, Compared, Night, Outcome, put_outcome, read_outcome
+from rl_core.nightly.nights import (
+    Baseline,
+    Compared,
+    Night,
+    Outcome,
+    is_later,
+    put_outcome,
+    read_outcome,
+    told_outcome,
+)
 from rl_core.nightly.text import failed_markdown, night_markdown, night_words
 from rl_core.pages.report import night_page
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import put_if_absent, read_json, replace_file, to_json
 from rl_core.summary import stored_mlflow_run
-from tasks import tracking
+from tasks import signals, tracking
 from tasks.artifacts import tell_night
-from tasks.destination import destination_of
+from tasks.destination import Destination, destination_of
 from tasks.inspection import read_result
 from tasks.night_files import has_ended, night_dir, night_of, owned, put_ended, unfinished, waits_for_verdict
 from tasks.nights import adopt_runs, baseline_of, close_matrix
@@ -70,35 +81,53 @@ def _judged(night: Night, key: str, differences: tuple[Difference, ...], baselin
     return Compared(run_key=key, differences=differences, judgement=judgement)
 
 
+def track_missed(night: Night) -> None:
+    """Replay the runs of a night of which MLflow has not all, as it was away when their training ended. Raises
+    TrackingFailed, RunIsAlive, BrokenFile."""
+    for each in night.runs:
+        run = run_dir(each.run_key)
+        if read_result(run).get("tracked"):
+            continue
+        again = track_again(run, config_of(run, current_revision(run)))
+        if not again["tracked"]:
+            raise tracking.TrackingFailed(again["tracking_trouble"] or f"MLflow at {destination_of(run)}: not all of "
+                                          f"{run.root} has arrived")
+
+
 @task(name="register", task_run_name="register", cache_policy=NO_CACHE, persist_result=False)
 def register_night(night: Night, outcome: Outcome) -> tracking.ModelVersion | None:
     """Export the judged weights, register them as a version of the night's model, and move the alias where they are
-    promoted. None where none is wanted. Raises TrackingFailed, ConfigError, BrokenFile, OSError."""
+    promoted, and no later night's is champion. None where none is wanted. Raises TrackingFailed, ConfigError,
+    BrokenFile, OSError."""
     if night.register_version == "never" or (night.register_version, outcome.verdict == "promote") == (
             "promoted", False):
         return None
     run = run_dir(outcome.run_key)
     where = destination_of(run)
-    if not read_result(run).get("tracked"):  # MLflow was away when its training ended
-        again = track_again(run, config_of(run, current_revision(run)))
-        if not again["tracked"]:
-            raise tracking.TrackingFailed(again["tracking_trouble"] or f"MLflow at {where}: not all of {run.root} has "
-                                          "arrived")
     exported = _exported(night, outcome.run_key)
     version = tracking.register_version(run, where, exported, name=night.name, tags={
         "headway.night": night.key, "headway.serve": serve_line(night, exported["directory"])})
     why = "\n".join(outcome.reasons)[:WHY_LENGTH]
-    champion = tracking.champion(where, night.name) if outcome.verdict == "promote" else None
-    if outcome.verdict != "promote":
-        tracking.judge(where, version, "kept" if outcome.verdict == "keep" else "alarm", why=why)
-    elif champion is None or champion.version <= version.version:
+    stays = _later_champion(night, version, where) if outcome.verdict == "promote" else None
+    if stays is not None:
+        tracking.judge(where, version, "kept", why=f"{stays}\n{why}"[:WHY_LENGTH])
+    elif outcome.verdict == "promote":
         tracking.promote(where, version, why=why)
     else:
-        get_run_logger().warning(f"version {champion.version} of {night.name!r} was promoted meanwhile, and stays")
-        tracking.judge(where, version, "kept", why=f"{why}\nversion {champion.version} was promoted meanwhile")
+        tracking.judge(where, version, "kept" if outcome.verdict == "keep" else "alarm", why=why)
     put_if_absent(night_dir(night.key).version, to_json({"name": version.name, "version": version.version,
-                                                         "directory": version.directory}))
+                                                         "directory": version.directory, "stays": stays}))
     return version
+
+
+def _later_champion(night: Night, version: tracking.ModelVersion, where: Destination) -> str | None:
+    """Why a version that is promoted is not the champion: the one that there is is of a later night. None where it
+    becomes it."""
+    champion = tracking.champion(where, night.name)
+    if champion is None or not is_later((night_of(champion.run_key), champion.version), (night, version.version)):
+        return None
+    return f"version {champion.version} of {night.name!r}, of run {champion.run_key}, is of a later night, and stays " \
+           "champion"
 
 
 def _exported(night: Night, run_key: str) -> dict[str, Any]:
@@ -170,19 +199,32 @@ def notify_night(night: Night, outcome: Outcome, version: tracking.ModelVersion 
         get_run_logger().warning(f"notify: {night.notify}: {trouble}; the report has all of it")
 
 
-def end_night(night: Night) -> dict[str, Any]:
-    """From trained runs to a verdict that people have heard of; returns it. Raises NightFailed."""
+def end_night(night: Night) -> dict[str, Any] | State[Any]:
+    """From trained runs to a verdict that people have heard of; returns it. Stopped by a signal it is Cancelled, which
+    is told. Raises NightFailed."""
     step = "comparison"
     try:
-        outcome = compare_night(night)
-        step = "registration"
-        version = register_night(night, outcome)
-        step = "report"
-        report_night(night, outcome, version)
-    except Exception as error:
+        signals.check()  # one for which the last run was too near its end
+        with signals.noted():
+            outcome = compare_night(night)
+            step = "tracking"
+            signals.check()
+            track_missed(night)
+            step = "registration"
+            signals.check()
+            version = register_night(night, outcome)
+            outcome = told_outcome(night_dir(night.key))
+            step = "report"
+            signals.check()
+            report_night(night, outcome, version)
+            notify_night(night, outcome, version)
+            put_ended(night)
+    except BaseException as error:
+        if (signal := signal_of(error)) is not None:
+            return stopped_night(night, step, signal)
+        if not isinstance(error, Exception):
+            raise
         raise failure_of(night, step, error) from error
-    notify_night(night, outcome, version)
-    put_ended(night)
     return night_words(night, outcome, None if version is None else version.version)
 
 
@@ -190,18 +232,19 @@ def words_of(night: Night) -> dict[str, Any]:
     """What people were told of a night that has ended."""
     place = night_dir(night.key)
     version = read_json(place.version)["version"] if place.version.exists() else None
-    return night_words(night, read_outcome(place), version)
+    return night_words(night, told_outcome(place), version)
 
 
 def after_training(run_key: str, ended: Any) -> Any:
     """What `ended`, a run that was finished by itself, is worth to its night: once all of its runs are trained, the
-    comparison goes on. Returns `ended`. Raises NightFailed."""
+    comparison goes on. Returns `ended`, or Cancelled where the comparison was stopped. Raises NightFailed."""
     night = night_of(run_key)
     if night is None or isinstance(ended, State) or has_ended(night) or unfinished(night):
         return ended
     try:
         with owned(night):
-            end_night(night)
+            night_ended = end_night(night)
+        return night_ended if isinstance(night_ended, State) else ended
     except RunIsAlive as error:  # who is at the night compares it as well
         get_run_logger().warning(str(error))
     except NightFailed as error:
@@ -210,15 +253,15 @@ def after_training(run_key: str, ended: Any) -> Any:
     return ended
 
 
-def judged_again(run_key: str) -> dict[str, Any] | None:
-    """Go on with the comparison of a night whose runs are all trained; returns the summary of this one, None where no
-    night waits for it: then it is trained as any run. Raises NightFailed."""
+def judged_again(run_key: str) -> dict[str, Any] | State[Any] | None:
+    """Go on with the comparison of a night whose runs are all trained; returns the summary of this one, or Cancelled,
+    None where no night waits for it: then it is trained as any run. Raises NightFailed."""
     if not waits_for_verdict(run_key):
         return None
     return after_training(run_key, read_result(run_dir(run_key))["summary"])
 
 
-# -- a night that fails
+# -- a night that fails, or is stopped
 
 def training_failure(night: Night, run_key: str, error: BaseException) -> NightFailed:
     """As `failure_of`, of a run of the night that did not come to its end."""
@@ -232,6 +275,20 @@ def failure_of(night: Night, place: str, error: BaseException) -> NightFailed:
     first = f"night {night.key}: {place}, {part}: {type(error).__name__}: {cause}; Retry, or " \
             f"`headway rerun {night.key}`, goes on from there"
     return NightFailed("\n".join([first, *more]))
+
+
+def signal_of(error: BaseException) -> str | None:
+    """Name of the signal that an error comes of, as whatever is raised after one does; None for any other error."""
+    raised = {KeyboardInterrupt: "SIGINT", TerminationSignal: "SIGTERM"}.get(type(error))
+    return signals.received() or raised
+
+
+def stopped_night(night: Night, place: str, signal: str) -> State[Any]:
+    """Tell that a night was stopped; returns the state of its flow run."""
+    why = f"night {night.key}: stopped by {signal} at its {place}; Retry, or `headway rerun {night.key}`, goes on " \
+          "from there"
+    tell_failure(night, why, stopped=True)
+    return Cancelled(message=why)
 
 
 def tell_failure(night: Night, failed: str, *, stopped: bool = False) -> None:

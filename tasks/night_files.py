@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from rl_core.errors import ConfigError, RunIsAlive
 from rl_core.nightly.nights import Night as Night
-from rl_core.nightly.nights import NightDir, read_night, read_outcome
+from rl_core.nightly.nights import NightDir, read_night, read_outcome, told_outcome
 from rl_core.nightly.nights import NightRun as NightRun
 from rl_core.run_dir import OwnerLock, RunDir, put_if_absent, read_json, refuse_if_alive, to_json
 from tasks.inspection import is_completed
@@ -86,7 +86,7 @@ def has_ended(night: Night) -> bool:
 
 
 def put_ended(night: Night) -> None:
-    put_if_absent(night_dir(night.key).ended, to_json({"verdict": read_outcome(night_dir(night.key)).verdict}))
+    put_if_absent(night_dir(night.key).ended, to_json({"verdict": told_outcome(night_dir(night.key)).verdict}))
 
 
 def unfinished(night: Night) -> list[NightRun]:
@@ -110,7 +110,7 @@ def verdict_lines(run_key: str) -> list[str]:
         done = len(night.runs) - len(unfinished(night))
         return [f"night {night.key}: {done} of {len(night.runs)} runs are trained; `headway rerun {night.key}` "
                 "finishes it"]
-    outcome = read_outcome(night_dir(night.key))
+    outcome = told_outcome(night_dir(night.key))
     return [f"night {night.key}: {outcome.verdict}", *(f"  {reason}" for reason in outcome.reasons)]
 
 

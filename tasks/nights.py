@@ -54,15 +54,19 @@ def asked_for(*, name: str, preset: str, overrides: dict[str, Any], seeds: Seque
                  runs=tuple(NightRun(run_key="", overrides=each) for each in runs), **settings)
 
 
+def begun_night() -> Night | None:
+    """The night that this flow run has begun already, as a Retry finds it; None at its first try."""
+    mine = flow_run.get_id()
+    return next((night for _, night in nights_in(headway_home() / "nights") if night.flow_run_id == mine is not None),
+                None)
+
+
 def begin_night(wanted: Night, config: Config) -> Night:
-    """The night of this flow run: the one it has begun already, or a new one under a key of its own.
+    """A new night, under a key of its own.
 
     `wanted` has no keys: they follow from the time it is due, and from what is taken. Raises ConfigError for a baseline
     that is named and not there, and for an address that is not: before anything is trained.
     """
-    for _, night in nights_in(headway_home() / "nights"):
-        if night.flow_run_id == wanted.flow_run_id is not None:
-            return night
     keys = keys_for(wanted.name, _due(wanted), wanted.flow_run_id or "by-hand")
     check_address(wanted.notify)
     _check_baseline(wanted, config)

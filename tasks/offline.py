@@ -149,10 +149,10 @@ def take_up(owner: Owner, prompts: PromptSource) -> Taken:
 def _rescore(owner: Owner, taken: Taken, prompts: PromptSource) -> None:
     from rl_core.rescoring import Rescoring
     from rl_core.rollout.prompts import load_tokenizer
-    from rl_core.rollout.rewards.scoring import make_scorer
+    from rl_core.rollout.rewards.scoring import make_training_scorer
 
     progress = owner.progress
-    with closing(make_scorer(owner.config)) as scorer:
+    with closing(make_training_scorer(owner.config)) as scorer:
         Rescoring(run=owner.run, config=owner.config, taken=taken, attempt=owner.attempt, prompts=prompts,
                   tokenizer=load_tokenizer(owner.run.model), scorer=scorer, check=owner.check,
                   progress=lambda done, total: progress.set(state="scoring anew", rescored=[done, total])).finish()

@@ -17,6 +17,7 @@ from rl_core.run_identity import read_identity
 from rl_core.summary import summarize
 from tasks.artifacts import tell_summary
 from tasks.figures import draw_figures
+from tasks.night_files import night_tags
 from tasks.paths import headway_home
 from tasks.screens import Screens
 from tasks.tracking import Tracker, destination
@@ -60,7 +61,7 @@ def track_again(run: RunDir, config: Config) -> dict[str, Any]:
     try:
         identity, result = read_identity(run), read_json(run.result)
         tracker = Tracker(run, config, destination(config, headway_home()), run_uuid=identity.run_uuid,
-                          run_key=identity.run_key)
+                          run_key=identity.run_key, tags=night_tags(identity.run_key))
         tracker.start()
         screens = Screens(run, tracker)
         screens.start()

@@ -58,12 +58,28 @@ main()
 """
 """Prefect's application on uvicorn. Prefect gives each connection to SQLite a page cache of 80 MB, which a long run
 fills bit by bit; half a megabyte does as well: the operating system has these pages in its cache."""
-MLFLOW_START = """
+MLFLOW_SERVE = """
 import os
+from uvicorn import main
+from mlflow.server.fastapi_app import app
+from tasks.own_pages import OwnPages
+app.add_middleware(OwnPages, origins=os.environ["MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"].split(","))
+main()
+"""
+"""The process below `mlflow server`, which it starts as `python -m uvicorn`: MLflow refuses pages of other origins for
+changes below /api/ and /ajax-api/ alone, and takes all pages of this machine for its own."""
+MLFLOW_START = f"""
+import os
+import sys
 from tasks.tracking import make_database, upgrade_database
 uri = os.environ["MLFLOW_BACKEND_STORE_URI"]
 make_database(uri)
 upgrade_database(uri)
+import mlflow.server
+theirs = mlflow.server._build_uvicorn_command
+def serve(*args, **options):
+    return [sys.executable, "-P", "-c", {MLFLOW_SERVE!r}, *theirs(*args, **options)[3:]]
+mlflow.server._build_uvicorn_command = serve
 from mlflow.cli import cli
 cli()
 """
@@ -168,11 +184,16 @@ def clean_environ() -> dict[str, str]:
 
 # -- secrets
 
+def for_owner_alone(directory: Path) -> Path:
+    """A directory that nobody else looks into, made where there is none."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    return directory
+
+
 def secret(home: Path, name: str, make: Callable[[], str]) -> str:
     """The secret `home/secrets/<name>`, made (mode 0600, before its bytes) where there is none."""
-    path = home / "secrets" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.parent.chmod(0o700)
+    path = for_owner_alone(home / "secrets") / name
     if not path.exists():
         aside = path.with_name(f".{name}.{os.getpid()}-{secrets.token_hex(4)}")
         with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

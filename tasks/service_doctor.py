@@ -33,6 +33,8 @@ def examine(home: Path, environ: Mapping[str, str] = os.environ) -> dict[str, An
         settings = kept.read_settings(home)
     except BrokenFile as error:
         return _report(home, [*findings, str(error)], notes)
+    if settings is not None:  # before the first `up` nobody has made them so
+        findings += [said for place in kept.directories(home) for said in _open_to_others(place, 0o700)]
     if found is None:
         strays = sorted(pid for pid in keeper.processes() if kept.is_of(home, pid))
         if strays:
@@ -46,8 +48,8 @@ def examine(home: Path, environ: Mapping[str, str] = os.environ) -> dict[str, An
         else:
             notes.append(f"services were never up under {home}; {UP} starts them")
         return _report(home, findings, notes)
-    findings += [*_processes(found), *_prefect(home, found)]
-    return _report(home, findings, [*notes, *_deployments(home, found)])
+    findings += [*_processes(found), *_while_it_answers(_prefect(home)), *_mlflow(home, found)]
+    return _report(home, findings, [*notes, *_while_it_answers(_deployments(home))])
 
 
 def _report(home: Path, findings: list[str], notes: list[str]) -> dict[str, Any]:
@@ -58,10 +60,14 @@ def _secrets(home: Path) -> Iterator[str]:
     place = home / "secrets"
     if not place.is_dir():
         return
-    for path in (place, *sorted(place.iterdir())):
-        mode, wanted = stat.S_IMODE(path.stat().st_mode), 0o700 if path == place else 0o600
-        if mode & ~wanted:
-            yield f"{path} can be read by others (mode {mode:04o}): chmod {wanted:o} {path}"
+    yield from _open_to_others(place, 0o700)
+    for path in sorted(place.iterdir()):
+        yield from _open_to_others(path, 0o600)
+
+
+def _open_to_others(path: Path, wanted: int) -> Iterator[str]:
+    if path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) & ~wanted:
+        yield f"{path} can be read by others (mode {mode:04o}): chmod {wanted:o} {path}"
 
 
 def _databases(home: Path) -> Iterator[str]:
@@ -108,15 +114,24 @@ def _processes(found: Kept) -> Iterator[str]:
             yield f"{name} is stopped; `kill -CONT {one.process.pid}` lets it go on"
 
 
-def _prefect(home: Path, found: Kept) -> Iterator[str]:
-    """What the kept Prefect server says of itself."""
+def _while_it_answers(said: Iterator[str]) -> Iterator[str]:
+    """What is said up to the first question that a server does not answer, and that it does not: silence tells nothing
+    of what was asked for."""
+    try:
+        yield from said
+    except DeadPart as error:
+        yield str(error)
+
+
+def _prefect(home: Path) -> Iterator[str]:
+    """What the kept Prefect server says of itself. Raises DeadPart where it does not answer."""
     api, auth = kept.prefect_api(home), servers.prefect_auth(home)
     page = kept.address(home, "prefect")
     if api is None:
         if page is not None:
             yield f"Prefect at {page} does not answer to the password in {home / 'secrets' / 'prefect-auth'}"
         return
-    settings = servers.prefect_call(api, auth, "GET", "/admin/settings") or {}
+    settings = servers.prefect_ask(api, auth, "GET", "/admin/settings") or {}
     for path, wanted in WANTED.items():
         value: Any = settings
         for part in path:
@@ -124,7 +139,7 @@ def _prefect(home: Path, found: Kept) -> Iterator[str]:
         if value != wanted:
             yield f"Prefect at {page}: {'.'.join(path)} is {value!r}, should be {wanted!r}: " \
                   f"`headway services down`, {UP}"
-    pool = servers.prefect_call(api, auth, "GET", f"/work_pools/{kept.POOL}")
+    pool = servers.prefect_ask(api, auth, "GET", f"/work_pools/{kept.POOL}")
     if pool is None:
         yield f"Prefect has no work pool {kept.POOL!r}: its worker makes it when it starts"
     elif pool["type"] != "process":
@@ -133,24 +148,24 @@ def _prefect(home: Path, found: Kept) -> Iterator[str]:
     elif pool["is_paused"]:
         yield f"work pool {kept.POOL!r} is paused: prefect work-pool resume {kept.POOL}"
     for name in silent_runs.NAMES:
-        try:
-            made = silent_runs.find(api, auth, name)
-        except DeadPart as error:
-            yield str(error)
-            continue
+        made = silent_runs.find(api, auth, name)
         if made is None or not made["enabled"]:
             yield f"the automation {name!r} is {'switched off' if made else 'not there'}: a run that was killed is " \
                   f"not said to be" + ("" if made else f"; {UP} makes it")
+
+
+def _mlflow(home: Path, found: Kept) -> Iterator[str]:
     mlflow = kept.address(home, "mlflow")
     if mlflow is not None and found.services["mlflow"].state == "ready" and not servers.mlflow_answers(mlflow):
         yield f"MLflow at {mlflow} does not answer"
 
 
-def _deployments(home: Path, found: Kept) -> Iterator[str]:
+def _deployments(home: Path) -> Iterator[str]:
+    """Raises DeadPart where Prefect does not answer."""
     api = kept.prefect_api(home)
     if api is None:
         return
     missing = [name for name in DEPLOYMENTS
-               if servers.prefect_call(api, servers.prefect_auth(home), "GET", f"/deployments/name/{name}") is None]
+               if servers.prefect_ask(api, servers.prefect_auth(home), "GET", f"/deployments/name/{name}") is None]
     if missing:
         yield f"not deployed: {', '.join(missing)}; `headway deploy` does it"

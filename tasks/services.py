@@ -332,8 +332,7 @@ def _launch(name: str, start: _Start, on_stage: OnStage) -> None:
 def _start_prefect(start: _Start) -> None:
     auth, port = servers.prefect_auth(start.home), servers.free_port()
     address = f"http://{HOST}:{port}/api"
-    base, log = start.home / "prefect", start.state_dir / "prefect.log"
-    base.mkdir(parents=True, exist_ok=True)
+    base, log = servers.for_owner_alone(start.home / "prefect"), start.state_dir / "prefect.log"
     env = servers.prefect_env(start.home, port, auth) | servers.FOR_ONE_RUN | _mark(start.state_dir)
     with servers.first_start(base, start.deadline_s, start.tick, setting="deadlines.service_start_s"):
         process = servers.spawn(servers.prefect_command(port), env, cwd=base, log=log)

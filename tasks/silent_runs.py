@@ -73,11 +73,17 @@ def find(api_url: str, auth: str | None, name: str) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
+def make(api_url: str, auth: str | None, automation: dict[str, Any]) -> None:
+    """Raises DeadPart where the server does not take it; one that has no automations at all answers 404."""
+    if servers.prefect_ask(api_url, auth, "POST", "/automations/", automation) is None:
+        raise DeadPart(f"the Prefect server at {api_url} has no automations: it did not take {automation['name']!r}")
+
+
 def ensure(api_url: str, auth: str | None) -> None:
     """Make those that are not there; one that a person has switched off stays off. Raises DeadPart."""
     for automation in automations():
         if find(api_url, auth, automation["name"]) is None:
-            servers.prefect_ask(api_url, auth, "POST", "/automations/", automation)
+            make(api_url, auth, automation)
 
 
 # -- after the server was away

@@ -85,6 +85,8 @@ class Supervisor:
         self._up_since: datetime | None = None
         """When Prefect became ready, until runs from before have been looked for."""
         self._look_for_dead_at = 0.0
+        self._unseen = False
+        """Whether one of them could not be looked for."""
         end_strays(home, self.kept)
 
     def _found(self, one: Watched) -> Service:
@@ -133,22 +135,23 @@ class Supervisor:
         self._look_for_the_dead()
 
     def _look_for_the_dead(self) -> None:
-        """Once after each start of Prefect, until it has answered."""
+        """Once after each start of Prefect, until it has answered and each of them could be seen."""
         if self._up_since is None or self._clock() < self._look_for_dead_at:
             return
-        try:
+        self._unseen = False
+        with suppress(DeadPart):
             silent_runs.crash_the_dead(self._api, self._auth, self._up_since, self._lives)
-            self._up_since = None
-        except DeadPart:
-            self._look_for_dead_at = self._clock() + ASK_S
+            self._up_since = self._up_since if self._unseen else None
+        self._look_for_dead_at = self._clock() + ASK_S
 
     def _lives(self, flow_run: str, name: str) -> bool:
         """Whether a process of this flow run is here: a worker's, or who owns the run, or the night, of that name."""
         try:
             return flow_run in kept.flow_runs(self._home).values() or any(
                 owner_is_alive(RunDir(self._home / kind / name)) for kind in ("runs", "nights"))
-        except OSError:
-            return True  # it cannot be seen: nothing is said of it
+        except OSError:  # nothing is said of it this time
+            self._unseen = True
+            return True
 
     def _step(self, one: Watched, service: Service) -> Service:
         now = self._clock()
@@ -234,8 +237,7 @@ class Supervisor:
     # -- starting
 
     def _start_prefect(self) -> Process:
-        base = self._home / "prefect"
-        base.mkdir(parents=True, exist_ok=True)
+        base = servers.for_owner_alone(self._home / "prefect")
         command = servers.prefect_command(self._settings.prefect_port)
         env = servers.prefect_env(self._home, self._settings.prefect_port, self._auth) | self._mark()
         silent_runs.forget_windows(self._home)
@@ -252,7 +254,7 @@ class Supervisor:
             raise DeadPart("the start was given up")
 
     def _start_mlflow(self) -> Process:
-        (self._home / "mlflow").mkdir(parents=True, exist_ok=True)
+        servers.for_owner_alone(self._home / "mlflow")
         databases.copy_before_migration(self._home, "mlflow")
         return servers.spawn(servers.mlflow_command(self._home, self._settings.mlflow_port),
                              servers.mlflow_env(self._home) | self._mark(), cwd=self._home / "mlflow",
@@ -299,7 +301,7 @@ def end_process(process: Process, grace_s: float) -> None:
 
 def main(home: Path) -> int:
     """Watch the services of a home until SIGTERM; at once 1 where somebody else does."""
-    kept.directory(home).mkdir(parents=True, exist_ok=True)
+    servers.for_owner_alone(kept.directory(home))
     settings = kept.read_settings(home) or Settings()
     with open(kept.directory(home) / "supervisor.lock", "a") as file:
         try:

@@ -24,6 +24,10 @@ SMALL: dict[str, Any] = {
     "groups_per_step": 4, "group_size": 4, "validation.every": 50, "checkpoint.every": 4, "checkpoint.keep": 20,
     "data.size": 256, "data.validation": None, "model.warmup_steps": 0, "learner.loss.entropy_coef": 0.05}
 """A model without warm-up, which no reward moves: its entropy does."""
+NIGHT: dict[str, Any] = {
+    "groups_per_step": 4, "group_size": 4, "total_steps": 2, "validation.every": 50, "checkpoint.every": 4,
+    "data.size": 256, "data.validation_size": 64}
+"""A night of two steps: it is validated, and so can be judged."""
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 

@@ -40,6 +40,7 @@ from rl_core.learner.step_metrics import (
 from rl_core.metrics import MAX_PARTS, part_metrics
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import config_of, trained_by
+from rl_core.reward_settings import estimator_of
 from rl_core.roles.models import role_directories
 from rl_core.roles.plan import policy_learns
 from rl_core.run_dir import RunDir
@@ -236,7 +237,7 @@ class Fold:
             stages.penalize_overlong(batch, longest=config.sampling.max_new_tokens, buffer=loss.overlong_buffer,
                                      factor=loss.overlong_factor)
         stages.number_tokens(batch, self._ranks.sum_tensor)
-        stages.add_advantages(batch, config.learner.advantage)
+        stages.add_advantages(batch, estimator_of(config, batch["parts"].keys()))
         sampled, masked_all, lag, mixed, tokens = self._ranks.sum([
             float(sampled_T.sum()), float(masked), float(lag_T.sum()), float(swapped_M.sum()),
             float(stages.column(batch, "loss_mask").sum())])

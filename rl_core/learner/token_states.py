@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rl_core.config import Config
 from rl_core.learner.advantages.estimate import advantages, answers_of, is_per_token, needs_policy, needs_values
 from rl_core.learner.overlong import overlong_penalty
+from rl_core.reward_settings import estimator_of
 from rl_core.types import FINISH_CODES, Claim
 
 NOT_SAMPLED, IN_LOSS, TOO_OLD, CUT = 0, 1, 2, 3
@@ -91,7 +92,7 @@ def advantages_need(config: Config) -> str | None:
 def token_advantages(sampled: Sampled, state_T: NDArray[np.uint8], config: Config) -> NDArray[np.float32]:
     """Advantage of each token, `[T]`; NaN where it is not in the loss. Of a whole claim, and settings by which
     `advantages_need` nothing more."""
-    settings, loss = config.learner.advantage, config.learner.loss
+    settings, loss = estimator_of(config, sampled.parts), config.learner.loss
     reward_N, session_N = sampled.reward_N, sessions_in(sampled)
     first_N = np.diff(session_N, prepend=-1) != 0
     present = np.ones(int(first_N.sum()), np.bool_)

@@ -207,7 +207,7 @@ class Updates:
         update_sums(self.sums, found, tokens, entropy_S, impossible_S)
         correction_sums(self.sums, correction, tokens)
         other_sums(self.sums, terms, others.impossible_S)
-        if drift and len(policy_S) and recomputes_proximal(self.learner):  # the loss may be on another ratio
+        if drift and len(policy_S) and micro.number in self.proximal:  # else one pass is compared with itself
             ratio_S = log_ratio(tokens.policy_S.detach(), tokens.anchor_S).exp()
             self.sums.raise_to({"ratio_drift": (ratio_S - 1.0).abs().max()})
         return policy_loss.detach().double().cpu()
@@ -274,8 +274,8 @@ class Updates:
         check_mismatch(self.plan.step, total, current)
 
     def _check_drift(self) -> None:
-        """Raises ProximalDrift, on all ranks alike, where the first micro-batch has not the proximal log-probs again.
-        """
+        """Raises ProximalDrift, on all ranks alike, where the first micro-batch has not the proximal log-probs again;
+        never where no pass was made for them."""
         if recomputes_proximal(self.learner):
             [drift] = to_list(self.ranks.max_tensor(stack(self.sums.largest, ("ratio_drift",), -math.inf)))
             check_drift(self.plan.step, drift, self.learner.dtype)

@@ -73,9 +73,11 @@ def needs_whole(learner: LearnerConfig) -> bool:
 
 
 def reads_policy(learner: LearnerConfig) -> bool:
-    """Whether that pass must be of the weights before each update; else it is the proximal pass."""
+    """Whether that pass must be of the weights before each update; else it is the proximal pass. In bypass mode and
+    with a log-linear proximal what is corrected moves with the policy."""
     chooser = loss_module(learner.loss.name)
-    return learner.correction.mode == "bypass" or learner.loss.top_entropy_quantile < 1.0 \
+    return learner.correction.mode == "bypass" or learner.loss.proximal == "loglinear" \
+        or learner.loss.top_entropy_quantile < 1.0 \
         or (selects(learner) and getattr(chooser, "SELECTS_BY_POLICY", True))
 
 

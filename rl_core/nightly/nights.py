@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +46,8 @@ class NightDir:
 
     @property
     def version(self) -> Path:
-        """Which version of the registered model it is; absent where none was registered."""
+        """Which version of the registered model it is, and why it is not the champion where a later night's stays;
+        absent where none was registered."""
         return self.root / "version.json"
 
     @property
@@ -227,6 +228,14 @@ def read_outcome(place: NightDir) -> Outcome:
         raise BrokenFile(f"{place.verdict}: not what came out of a night ({error})") from error
 
 
+def told_outcome(place: NightDir) -> Outcome:
+    """What people are told of a night: what came out; of a promotion that came after that of a later night, that the
+    champion stays, which is a keep. Raises as `read_outcome`."""
+    outcome = read_outcome(place)
+    stays = read_json(place.version).get("stays") if place.version.exists() else None
+    return outcome if stays is None else replace(outcome, verdict="keep", reasons=(stays, *outcome.reasons))
+
+
 def _compared(stored: dict[str, Any]) -> Compared:
     measured = ("baseline", "value", "difference", "low", "high")
     differences = tuple(Difference(**each | numbers({name: each[name] for name in measured}))
@@ -245,6 +254,14 @@ def nights_in(place: Path) -> Iterator[tuple[NightDir, Night]]:
             yield NightDir(root), read_night(NightDir(root))
         except (FileNotFoundError, NotADirectoryError, BrokenFile):
             continue
+
+
+def is_later(champion: tuple[Night | None, int], other: tuple[Night, int]) -> bool:
+    """Whether a champion is of a later night than another version, each with the number of its version: by when they
+    were due, and by the numbers alone where the champion's night (None) is gone."""
+    its, number = champion
+    night, other_number = other
+    return number > other_number if its is None else (its.scheduled_us, number) > (night.scheduled_us, other_number)
 
 
 def good_before(nights: Iterable[tuple[NightDir, Night]], night: Night) -> Iterator[str]:

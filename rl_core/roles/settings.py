@@ -44,6 +44,7 @@ class TeacherConfig(Part):
     path: str | None = identity(None, "Directory with the teacher, a causal language model with the policy's "
                                       "vocabulary.", min_length=1)
     coef: float = training(1.0, "Its coefficient lambda.", gt=0)
-    estimator: Literal["k2", "k3", "k1+", "abs+", "k2+", "k3+"] = training("k3", "use=loss: estimator of the KL.")
+    estimator: Literal["abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] = training(
+        "k3", "use=loss: estimator of the KL.")
     top_k: int = training(32, "use=forward_topk: most likely tokens of the teacher at each place; all others count as "
                               "one.", ge=1, le=1024)

@@ -567,11 +567,11 @@ def open_worker(*, root: str, config: Config, name: str, attempt: int, cwd: str 
     from rl_core.rollout.engines import open_engine
     from rl_core.rollout.group_filter import make_group_filter
     from rl_core.rollout.prompts import load_tokenizer, read_vocab_size
-    from rl_core.rollout.rewards.scoring import make_scorer
+    from rl_core.rollout.rewards.scoring import make_training_scorer
     from rl_core.rollout.sessions import make_session
 
     run = RunDir(Path(root))
-    scorer = make_scorer(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
+    scorer = make_training_scorer(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
     group_filter = make_group_filter(config, cwd=Path(cwd) if cwd else None, allowed=allowed_imports)
     tokenizer = load_tokenizer(run.model)
     session = make_session(config, tokenizer, vocab_size=read_vocab_size(run.model), cwd=Path(cwd) if cwd else None,

@@ -13,6 +13,7 @@ version is the one to beat; the night's flow moves it.
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,14 +71,15 @@ class ModelVersion:
 
 def serve_command(directory: str) -> str:
     """The one line that serves an exported directory (export.md 2)."""
-    return f"python -m sglang.launch_server --model-path {directory} --port 30000"
+    return f"python -m sglang.launch_server --model-path {shlex.quote(directory)} --port 30000"
 
 
 def register_version(run: RunDir, where: Destination, exported: Mapping[str, Any], *, name: str,
                      tags: Mapping[str, str] | None = None) -> ModelVersion:
     """Register what `export_run` wrote as a version of the model `name`; the same export again is the same version.
 
-    The run must be in MLflow: its tracker has finished, or `track_again` has replayed it. `tags` come beside ours.
+    The run must be in MLflow: its tracker has finished, or `track_again` has replayed it. `tags` come beside ours;
+    `headway.serve` among them is the line that serves it, instead of `serve_command`.
 
     Raises TrackingFailed where MLflow does not answer, ConfigError for a run that it does not have, or for the name.
     """
@@ -95,7 +97,7 @@ def register_version(run: RunDir, where: Destination, exported: Mapping[str, Any
         _make_model(client, name)
         found = _same(client, name, facts) or client.create_model_version(
             name, source=_source(where, exported, model_id), run_id=stored["run_id"], model_id=model_id,
-            tags={**facts, TAG + "model_id": model_id}, description=_description(exported))
+            tags={**facts, TAG + "model_id": model_id}, description=_description(exported, facts))
         _link_version(client, model_id, name, int(found.version))
         return _version(client.get_model_version(name, str(found.version)))
 
@@ -171,10 +173,10 @@ def shards_behind(run: RunDir, step: int) -> dict[str, list[int]]:
     return {stream: [min(seqs), max(seqs), len(seqs)] for stream, seqs in newest.items()}
 
 
-def _description(exported: Mapping[str, Any]) -> str:
+def _description(exported: Mapping[str, Any], facts: Mapping[str, str]) -> str:
     return (f"Weights of run `{exported['run_key']}` behind {exported['step']} training steps, in "
             f"`{exported['directory']}` (digest `{exported['weights_digest']}`). To serve them:\n\n"
-            f"    {serve_command(exported['directory'])}\n")
+            f"    {facts[TAG + 'serve']}\n")
 
 
 def _source(where: Destination, exported: Mapping[str, Any], model_id: str) -> str:
@@ -240,7 +242,7 @@ def _logged_model(client: MlflowClient, run: RunDir, stored: Mapping[str, Any], 
     model = found or client.create_logged_model(
         stored["experiment_id"], name=name, source_run_id=run_id, tags={**kept, TAG_EXTERNAL: "true"},
         params={"step": str(step), "dtype": str(exported["dtype"])}, model_type="Hugging Face")
-    _put_card(client, model, exported)
+    _put_card(client, model, exported, _description(exported, facts))
     _put_metrics(client, run, run_id, model.model_id, step)
     outputs = client.get_run(run_id).outputs
     if all(one.model_id != model.model_id for one in (outputs.model_outputs if outputs else ())):
@@ -249,14 +251,14 @@ def _logged_model(client: MlflowClient, run: RunDir, stored: Mapping[str, Any], 
     return model.model_id
 
 
-def _put_card(client: MlflowClient, model: Any, exported: Mapping[str, Any]) -> None:
+def _put_card(client: MlflowClient, model: Any, exported: Mapping[str, Any], description: str) -> None:
     """What stands where the weights would: MLflow's own description of an external model, and ours of the weights."""
     from mlflow.models.utils import get_external_mlflow_model_spec
 
     with tempfile.TemporaryDirectory() as aside:
         get_external_mlflow_model_spec(model).save(str(Path(aside) / "MLmodel"))
         (Path(aside) / "headway.json").write_text(json.dumps(dict(exported), indent=1) + "\n")
-        (Path(aside) / "README.md").write_text(_description(exported))
+        (Path(aside) / "README.md").write_text(description)
         client.log_model_artifacts(model.model_id, aside)
 
 

@@ -3,22 +3,26 @@ cost no more than seconds. What takes minutes is in tests/services."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import sqlite3
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
 from rl_core.errors import DeadPart
+from rl_core.nightly.nights import NightDir, read_outcome
 from rl_core.records import recorded_steps
 from rl_core.summary import stored_mlflow_run
 from tasks import databases, servers, silent_runs
-from tests.kept import SMALL, KeptHome, wait_until
+from tests.kept import NIGHT, SMALL, KeptHome, wait_until
 
 STEPS = 300
 """Of a run that goes on while two servers are started again."""
@@ -60,6 +64,31 @@ def test_a_run_of_a_deployment_completes_while_its_servers_are_killed(home: Kept
     status, points = home.tracked(mlflow_run)
     assert status == "FINISHED" and set(points.values()) == {1}
     assert [step for name, step in sorted(points) if name == "reward/mean"] == list(range(STEPS))
+
+
+def test_a_night_is_judged_and_a_second_one_beside_it_is_one_too_many(home: KeptHome) -> None:
+    """One that is to be compared with a night that never was says so before it trains; it leaves the place to others.
+    One without a validation is not promoted."""
+    lost = home.submit("nightly/nightly", name="lost", baseline="nightly-1999-01-01", overrides=NIGHT)
+    message = home.wait_for_state(lost, "FAILED")["state"]["message"]
+    assert "baseline 'nightly-1999-01-01'" in message and "no such run" in message
+    first = home.submit("nightly/nightly", name="short", overrides=NIGHT)
+    wait_until(lambda: home.flow_run(first)["state_type"] == "RUNNING", 60, "the first night runs")
+    second = home.submit("nightly/nightly", name="short", overrides=NIGHT)
+    assert "concurrency limit" in home.wait_for_state(second, "CANCELLED")["state"]["message"]
+    home.wait_for_state(first, "COMPLETED")
+    blind = home.submit("nightly/nightly", name="short", overrides=NIGHT | {"data.validation": None})
+    home.wait_for_state(blind, "COMPLETED")
+    judged = {night.name: read_outcome(NightDir(night)) for night in (home.path / "nights").iterdir()}
+    assert [one.verdict for _, one in sorted(judged.items())] == ["promote", "alarm"], judged
+    version = mlflow(home, "registered-models/alias?name=short&alias=champion")["model_version"]
+    assert (version["version"], {tag["key"]: tag["value"] for tag in version["tags"]}["headway.night"]) == (
+        "1", min(judged))
+
+
+def mlflow(home: KeptHome, path: str) -> Any:
+    with urllib.request.urlopen(f"{home.mlflow_page}/api/2.0/mlflow/{path}", timeout=10) as answer:
+        return json.loads(answer.read())
 
 
 SILENT = {
@@ -122,8 +151,8 @@ def windows_of(home: KeptHome, run: str) -> int:
 
 def test_who_has_no_password_or_comes_from_another_page_is_refused(home: KeptHome) -> None:
     assert status_of(home.prefect_page, "/api/flow_runs/filter") == 401
-    search = "/api/2.0/mlflow/experiments/search"
-    assert status_of(home.mlflow_page, search, Origin="http://evil.example") == 403
+    for path in ("/api/2.0/mlflow/experiments/search", "/v1/traces"):
+        assert status_of(home.mlflow_page, path, Origin="http://evil.example") == 403
 
 
 def test_what_a_killed_supervisor_leaves_is_named_and_taken_over(home: KeptHome) -> None:
@@ -137,7 +166,11 @@ def test_what_a_killed_supervisor_leaves_is_named_and_taken_over(home: KeptHome)
     assert databases.state(home.path, "prefect") == databases.state(home.path, "mlflow") == "current"
 
 
-def test_what_is_ended_leaves_its_ports(home: KeptHome) -> None:
+def test_what_is_ended_leaves_its_ports_and_one_that_others_take_is_named(home: KeptHome) -> None:
     home.down()
     assert not home.report()["up"]
     assert servers.is_free(home.prefect_port) and servers.is_free(home.mlflow_port)
+    with closing(socket.create_server((servers.HOST, home.mlflow_port))):
+        said = home.up(code=2)["err"]
+    assert f"error: --mlflow-port {home.mlflow_port}: somebody else listens there" in said
+    assert not home.report()["up"]

@@ -11,13 +11,13 @@ from prefect.logging import disable_run_logger
 from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.metrics import names
-from rl_core.nightly.nights import Night, NightRun, put_night, run_keys
+from rl_core.nightly.nights import Night, NightRun, put_night, put_outcome, run_keys, told_outcome
 from rl_core.records import put_record
-from rl_core.run_dir import RunDir, put_if_absent, to_json
+from rl_core.run_dir import RunDir, put_if_absent, replace_file, to_json
 from rl_core.run_identity import open_identity
 from rl_core.types import StepRecord
 from tasks.destination import Destination, destination
-from tasks.night_end import compare_night, failure_of
+from tasks.night_end import compare_night, failure_of, register_night
 from tasks.night_files import TAG_NIGHT, has_verdict, night_dir, night_tags
 from tasks.nights import adopt_runs, open_matrix
 from tasks.paths import run_dir
@@ -38,6 +38,7 @@ from tasks.tracking import (
 )
 from tasks.tracking.registry import shards_behind
 from tests.looking import small_run
+from tests.unit.test_nights import outcome
 
 CONFIG = Config.model_validate({"isolated": True})
 DEADLINE_S = 60.0
@@ -101,6 +102,23 @@ def test_a_version_is_a_directory_by_reference_with_its_lineage_and_what_its_val
     assert len(client.get_metric_history(run_id, "validation/greedy_accuracy")) == 1, "the run's own point"
     card = Path(model.artifact_location.removeprefix("file://"))
     assert sorted(path.name for path in card.iterdir()) == ["MLmodel", "README.md", "headway.json"]
+
+
+def test_a_version_is_described_by_the_command_that_was_given_to_serve_it(tmp_path: Path, where: Destination) -> None:
+    from mlflow import MlflowClient
+
+    run = RunDir(tmp_path / "run")
+    tracked(run, where, "served")
+    made = register_version(run, where, exported("served", tmp_path), name="served", tags={
+        "headway.serve": "serve /m --now"})
+    client = MlflowClient(where.uri, where.uri)
+    card = Path(client.get_logged_model(made.model_id).artifact_location.removeprefix("file://")) / "README.md"
+    for said in (client.get_model_version("served", "1").description, card.read_text()):
+        assert said is not None and "    serve /m --now\n" in said and "sglang" not in said
+
+
+def test_a_directory_with_a_space_is_served_as_one_word() -> None:
+    assert serve_command("/my models/m") == "python -m sglang.launch_server --model-path '/my models/m' --port 30000"
 
 
 def test_the_champion_is_the_version_that_was_promoted_last(tmp_path: Path, where: Destination) -> None:
@@ -177,14 +195,44 @@ def test_a_page_of_a_night_is_an_artifact_of_its_run(tmp_path: Path, where: Dest
     assert Path(client.download_artifacts(run_id, page.path, str(tmp_path))).read_text() == "<p>report</p>"
 
 
+# -- nights that are finished late
+
+def test_a_night_that_is_finished_late_does_not_take_the_champion_back(
+        tmp_path: Path, where: Destination, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Monday's version is registered when Tuesday's is the champion already; Wednesday takes it over."""
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", where.uri)
+    keys = [f"late-2026-11-{day}" for day in (23, 24, 25)]
+    nights = [begun(key, due=due) for due, key in enumerate(keys)]
+    for key in keys:
+        open_identity(run_dir(key), key, "tiny-cpu", Config())
+        tracked(run_dir(key), where, key)
+        replace_file(night_dir(key).model / "headway.json", to_json(exported(key, night_dir(key).model)))
+        put_outcome(night_dir(key), outcome(key))
+    monday, tuesday, wednesday = nights
+    champions: list[str] = []
+    for night in (tuesday, monday, monday, wednesday):  # a flow that is tried again
+        assert register_night.fn(night, outcome(night.key)) is not None
+        best = champion(where, "late")
+        assert best is not None
+        champions.append(best.run_key)
+    assert champions == [tuesday.key, tuesday.key, tuesday.key, wednesday.key]
+    stays = f"version 1 of 'late', of run {tuesday.key}, is of a later night, and stays champion"
+    assert [(one.run_key, one.tags["headway.verdict"], one.tags["headway.why"]) for one in versions(where, "late")] == [
+        (wednesday.key, "promoted", "so it is"), (monday.key, "kept", f"{stays}\nso it is"),
+        (tuesday.key, "promoted", "so it is")]
+    told = told_outcome(night_dir(monday.key))
+    assert (told.verdict, told.reasons) == ("keep", (stays, "so it is"))
+
+
 # -- nights whose MLflow is away
 
 AWAY = "http://127.0.0.1:9"
 
 
-def begun(key: str, runs: int = 1) -> Night:
+def begun(key: str, runs: int = 1, due: int = 1) -> Night:
     """A night of so many runs, on disk."""
-    night = Night(key=key, name=key.partition("-")[0], flow_run_id=key, scheduled_us=1, preset="tiny-cpu",
+    night = Night(key=key, name=key.partition("-")[0], flow_run_id=key, scheduled_us=due, preset="tiny-cpu",
                   runs=tuple(NightRun(run_key=each, overrides={}) for each in run_keys(key, runs)))
     assert put_night(night_dir(key), night)
     return night

@@ -97,7 +97,7 @@ def test_ray_wants_its_token(running: Services) -> None:
 def test_secrets_are_for_their_owner_alone(running: Services, home: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (home / "secrets").iterdir()}
     assert modes == {"prefect-auth": 0o600, "ray-token": 0o600}
-    assert stat.S_IMODE((home / "secrets").stat().st_mode) == 0o700
+    assert {stat.S_IMODE((home / name).stat().st_mode) for name in ("secrets", "prefect")} == {0o700}
     assert running.prefect_auth is not None and running.prefect_auth not in repr(running)
     commands = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in members(running))
     assert running.prefect_auth not in commands

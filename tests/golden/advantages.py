@@ -31,6 +31,12 @@ class Claim:
     weight: list[list[float]] = field(default_factory=list)
     greedy: dict[int, float] = field(default_factory=dict)
     """Group -> reward of a greedy answer to its prompt."""
+    value: list[list[float]] = field(default_factory=list)
+    """What a critic says before every token of each answer, also before those that are not in the loss."""
+    behind: list[float] = field(default_factory=list)
+    """And behind its last loss token."""
+    cut: list[bool] = field(default_factory=list)
+    """At the limit."""
 
 
 def random_claim(seed: int, answers: int = 40, groups: int = 9) -> Claim:
@@ -47,7 +53,9 @@ def random_claim(seed: int, answers: int = 40, groups: int = 9) -> Claim:
                  tokens=[len(p) for p in position], parts=parts, position=position, logprob=logprob,
                  squares=[rng.uniform(0.1, 1.0, len(p)).tolist() for p in position],
                  weight=[rng.uniform(0.5, 2.0, len(p)).tolist() for p in position],
-                 greedy={g: float(r) for g, r in enumerate(rng.integers(0, 4, max(group) + 1))})
+                 greedy={g: float(r) for g, r in enumerate(rng.integers(0, 4, max(group) + 1))},
+                 value=[rng.normal(size=n).tolist() for n in length], behind=rng.normal(size=len(group)).tolist(),
+                 cut=rng.integers(0, 2, len(group)).astype(bool).tolist())
 
 
 def mates(claim: Claim, i: int) -> list[int]:
@@ -194,6 +202,38 @@ def remax(claim: Claim) -> list[list[float]]:
     return [[claim.reward[i] - claim.greedy[claim.group[i]] for _ in range(n)] for i, n in enumerate(claim.tokens)]
 
 
+def gae_of_answer(reward: list[float], value: list[float], mask: list[bool], behind: float, gamma: float,
+                  lam: float) -> list[float]:
+    """A_t = sum over k of (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t, where the token behind t is
+    the next one of the mask, and what is behind the last one is worth `behind`; 0 at tokens outside the mask."""
+    places = [t for t, there in enumerate(mask) if there]
+    after = [*(value[t] for t in places), behind][1:]
+    delta = [reward[t] + gamma * v - value[t] for t, v in zip(places, after, strict=True)]
+    out = [0.0] * len(mask)
+    for n, t in enumerate(places):
+        out[t] = math.fsum((gamma * lam) ** k * d for k, d in enumerate(delta[n:]))
+    return out
+
+
+def values_to_go(claim: Claim, gamma: float, lam: float) -> list[tuple[list[float], list[float]]]:
+    """Advantages of each answer's loss tokens before they are whitened, and their returns A + V."""
+    out = []
+    for s, n, places, value, behind, cut in zip(claim.reward, claim.length, claim.position, claim.value, claim.behind,
+                                                claim.cut, strict=True):
+        reward, mask = [0.0] * n, [t in places for t in range(n)]
+        if places:
+            reward[places[-1]] = s
+        found = gae_of_answer(reward, value, mask, behind if cut else 0.0, gamma, lam)
+        out.append(([found[t] for t in places], [found[t] + value[t] for t in places]))
+    return out
+
+
+def gae(claim: Claim, gamma: float = 1.0, lam: float = 1.0) -> list[list[float]]:
+    found = [advantage for advantage, _ in values_to_go(claim, gamma, lam)]
+    flat = iter(whitened([a for one in found for a in one], [1] * sum(claim.tokens)))
+    return [[next(flat) for _ in one] for one in found]
+
+
 REFERENCES: dict[str, tuple[Callable[..., list[Any]], list[dict[str, Any]]]] = {
     # name: the reference, and the settings that it is compared under
     "grpo": (grpo, [{}, {"eps": 0.5}, {"normalize_by_std": False}, {"group_of_one": "raw"}]),
@@ -208,5 +248,6 @@ REFERENCES: dict[str, tuple[Callable[..., list[Any]], list[dict[str, Any]]]] = {
     "maxrl": (maxrl, [{}]),
     "optimal_token_baseline": (optimal_token_baseline, [{}]),
     "tir_optimal_token_baseline": (tir_optimal_token_baseline, [{}]),
+    "gae": (gae, [{}, {"gamma": 0.9, "lam": 0.8}, {"lam": 0.0}]),
     "remax": (remax, [{}]),
 }

@@ -23,6 +23,7 @@ from rl_core.correction_settings import CorrectionConfig, KlConfig, RejectionRul
 from rl_core.errors import ConfigError
 from rl_core.experience.audit import audit
 from rl_core.loss_settings import LossConfig
+from rl_core.observations import read_observation
 from rl_core.plan import check, parse_overrides, resolve
 from rl_core.records import read_record
 from rl_core.revisions import config_of, current_revision
@@ -55,7 +56,8 @@ RUNS: dict[str, tuple[str, ...]] = {
                       "correction: {weights: token_truncate, normalize: true, "
                       "rejection: [{rule: token_k1, high: 1.05}, {rule: token_k2, high: 0.01}]}}",),
     "decoupled_ppo-rloo": ("{loss: {name: decoupled_ppo, proximal: loglinear, aggregation: token_sum}, "
-                           "advantage: {name: rloo}, kl: {use: loss, estimator: k3, coef: 0.1}}",),
+                           "advantage: {name: rloo}, kl: {use: loss, estimator: k3, coef: 0.1}}",
+                           "rollout.over_sampling=2"),
     "clip_cov-grpo_passk": ("{loss: {name: clip_cov, share: 0.1, cov_low: 0, scope: micro_batch, truncated: mask}, "
                             "advantage: {name: grpo_passk}, kl: {use: loss, estimator: abs+, coef: 0.1}, "
                             "correction: {weights: sequence_truncate, rejection: [{rule: seq_sum_k1, high: 1.2}]}}",),
@@ -200,3 +202,8 @@ def test_a_run_of_every_algorithm_trains_holds_its_audit_and_is_replayed(shared:
     for name in ("train/grad_norm", "rollout/truncated", "train/kl_reference", "train/rejected_tokens"):
         assert not acts.get(name, True) or max(abs(record.metrics[name]) for record in records) > 0.0, name
     assert len({record.weights_digest for record in records}) > 1
+
+    seen = [read_observation(run, step).metrics["rollout/wasted"] for step in range(STEPS)]
+    more = config.rollout.over_sampling > 0 or learner.advantage.name == "remax"
+    assert any(share > 0.0 for share in seen) == more, "tokens of answers that never land"
+    assert all(record.metrics["rollout/partial"] == 0.0 for record in records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from http.server import BaseHTTPRequestHandler
@@ -16,6 +17,7 @@ from transformers import Qwen3ForSequenceClassification
 from rl_core.checkpoint import newest_whole
 from rl_core.records import read_record, recorded_steps
 from rl_core.roles.settings import TeacherConfig
+from rl_core.rollout.rewards.code import OUTCOMES
 from rl_core.tokenizer import VOCABULARY, write_tokenizer
 from tests.judging import Judge, says
 from tests.learning import same_again, write_model
@@ -30,7 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     # what is asked for, and the metrics that are numbers in every step
     "kl-in-the-loss": ("learner.kl={use: loss, coef: 0.1}", "learner.reference.refresh_every=2"),
     "kl-in-the-reward": ("learner.kl={use: reward, coef: 0.05, estimator: k1, target: 0.01, horizon: 100}",
-                         "learner.passes=2"),
+                         "learner.reference.path=./teacher", "learner.passes=2"),
     "distilled-by-reverse-kl": ("learner.teacher={use: advantage, path: ./teacher}",),
     "distilled-by-the-loss": ("learner.teacher={use: loss, path: ./teacher, coef: 0.5, estimator: k1+}",
                               "learner.minibatch_groups=2"),
@@ -70,6 +72,9 @@ def test_a_run_with_a_model_beside_the_policy_trains_and_is_replayed(home: Home,
     last = read_record(run, STEPS - 1).metrics
     if key == "kl-in-the-loss":
         assert last["train/reference_step"] == 2.0
+    if key == "kl-in-the-reward":
+        assert (run.role("reference") / "config.json").is_file()
+        assert read_record(run, 0).metrics["train/kl_reference"] != 0.0, "the policy is not its reference at the start"
     if "distilled" in key:
         assert (run.role("teacher") / "config.json").is_file() and last["train/distillation"] != 0.0
 
@@ -147,6 +152,28 @@ def test_a_reward_model_scores_a_run(home: Home, tmp_path: Path) -> None:
         metrics = read_record(run, step).metrics
         assert 0.0 < metrics["reward/mean"] < 1.0 and metrics["reward/std"] > 1e-4
         assert math.isnan(metrics["reward/correct"])
+
+
+CODE_TESTS = {
+    # an answer is some digits: a program that prints nothing, or no Python where it begins with a zero
+    "prints nothing": {"inputs": ["1\n"], "outputs": [""]}, "prints a line": {"inputs": ["1\n"], "outputs": ["1"]},
+    "runs": ["assert __name__ == '__main__'"]}
+
+
+def test_code_scores_a_run_and_says_how_its_programs_ended(home: Home, tmp_path: Path) -> None:
+    rows = [{"prompt": f"sort {digits}", "answer": json.dumps(tests)} for digits in ("8361", "5021", "9042", "7431")
+            for tests in CODE_TESTS.values()]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = ended(home.train("code", *SMALL, "total_steps=3", "reward=code", "scoring.workers=2",
+                           "data.train=problems.jsonl", cwd=tmp_path))
+    records = [read_record(run, step) for step in range(3)]
+    for record in records:
+        assert sum(record.parts[f"ended_{name}"] for name in OUTCOMES) == pytest.approx(1.0)
+        right = pytest.approx(record.parts["ended_right"])
+        assert record.metrics["reward/mean"] == record.metrics["reward/correct"] == record.parts["passed"] == right
+    seen = {name for name in OUTCOMES if any(record.parts[f"ended_{name}"] > 0.0 for record in records)}
+    assert {"right", "wrong", "error"} <= seen <= {"right", "wrong", "error", "no_code"}
+    same_again(run, 3)
 
 
 def test_a_reference_of_another_vocabulary_is_refused_by_name_before_anything_starts(home: Home,

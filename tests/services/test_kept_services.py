@@ -117,7 +117,8 @@ def test_what_is_wrong_with_a_set_up_is_named_with_what_to_do(kept_home: KeptHom
 def test_secrets_are_for_their_owner_alone(kept_home: KeptHome) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (kept_home.path / "secrets").iterdir()}
     assert modes["prefect-auth"] == 0o600 and set(modes.values()) == {0o600}
-    assert stat.S_IMODE((kept_home.path / "secrets").stat().st_mode) == 0o700
+    for place in (kept_home.path / "secrets", *kept.directories(kept_home.path)):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700, place
     secret = servers.prefect_auth(kept_home.path)
     for name in kept.NAMES:
         pid = pid_of(kept_home, name)
@@ -147,8 +148,15 @@ def test_a_page_of_another_origin_is_refused(kept_home: KeptHome) -> None:
               Access_Control_Request_Headers="authorization,content-type")
     assert own.status == 200 and own.getheader("Access-Control-Allow-Origin") == prefect
     search = "/api/2.0/mlflow/experiments/search"
-    assert ask(mlflow, "POST", search, '{"max_results": 1}', Origin=foreign).status == 403
     assert ask(mlflow, "POST", search, '{"max_results": 1}', Origin=mlflow).status == 200
+    for origin in (foreign, "null", prefect):
+        for method, path in (("POST", search), ("POST", "/v1/traces"), ("POST", "/graphql"), ("GET", "/graphql"),
+                             ("POST", "/gateway/mlflow/v1/chat/completions"), ("OPTIONS", search),
+                             ("GET", "/api/2.0/mlflow/runs/get?run_id=0"), ("GET", "/get-artifact?run_uuid=0&path=x")):
+            refused = ask(mlflow, method, path, "{}" if method == "POST" else None, Origin=origin)
+            said = refused.status, refused.getheader("Access-Control-Allow-Origin")
+            assert said == (403, None), (method, path, origin)
+    assert ask(mlflow, "GET", "/api/2.0/mlflow/runs/get?run_id=0", Origin=mlflow).status == 404, "it reaches MLflow"
     assert ask(mlflow, "POST", search, '{"max_results": 1}', Host="evil.example").status == 403, "DNS rebinding"
 
 

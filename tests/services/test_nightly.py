@@ -31,14 +31,13 @@ from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import newest_attempt
 from tasks import crash_notices, kept, servers, silent_runs
 from tests.failing import Spoiled, written
+from tests.kept import NIGHT as TINY
 from tests.kept import KeptHome, wait_until
 from tests.unit.test_notifying import SECRET, webhook
 
 pytestmark = pytest.mark.services
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY: dict[str, Any] = {"groups_per_step": 4, "group_size": 4, "total_steps": 2, "validation.every": 50,
-                        "checkpoint.every": 4, "data.size": 256, "data.validation_size": 64}
 CALM = {"throughput_loss": 1.0, "staleness_rise": 100.0, "waste_rise": 1.0}
 """Thresholds of a machine that does other things besides."""
 BESIDE = ("gates", "faults", "silent")

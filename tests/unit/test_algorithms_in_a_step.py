@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,15 +18,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_core.config import Config
-from rl_core.correction_settings import CorrectionConfig, Weights
+from rl_core.correction_settings import CorrectionConfig, RuleName, Weights
 from rl_core.learner import batch as stages
 from rl_core.learner.advantages.resampling import resampled, resampling_weights
 from rl_core.learner.aggregation import Denominators
+from rl_core.learner.critic import Critic
 from rl_core.learner.invariants import AlarmBounds
 from rl_core.learner.optimizer import make_optimizer
 from rl_core.learner.plan import StepPlan, StepResult
 from rl_core.learner.policy import Policy, load_policy
 from rl_core.learner.ranks import Ranks
+from rl_core.learner.roles import Roles
 from rl_core.learner.step import training_step
 from rl_core.learner.step_metrics import TokenFacts, token_metrics, update_metrics
 from rl_core.learner.sums import Sums, anchor_sums
@@ -38,7 +39,6 @@ from tests.golden import advantages, losses
 from tests.golden import corrections as golden
 from tests.learning import all_by, random_groups, rows_of, sampled_by, write_model
 
-HOOKS = Path(__file__).resolve().parents[2] / "docs" / "examples" / "hooks.py"
 CPU = torch.device("cpu")
 ALONE = Ranks(rank=0, ranks=1, rendezvous="", device=CPU, deadline_s=1, barrier_s=1)
 
@@ -94,16 +94,31 @@ class SumOfThreads:
         return self.max_tensor(torch.tensor(values)).tolist()
 
 
+def critic_beside(model: Policy, config: Config) -> Roles:
+    """A critic over the policy's own transformer, whose head is not 0."""
+    critic = Critic(copy.deepcopy(model.model.base_model), dtype=torch.float32)
+    with torch.no_grad():
+        critic.head.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(3))
+    return Roles(critic=critic, optimizer=make_optimizer(critic, config.learner))
+
+
 def step(model: Policy, groups: list[TrajectoryGroup], learner: dict[str, Any], *, budget: int = 10_000,
          ranks: Any = ALONE, mine: list[bool] | None = None,
          change: Callable[[Any], None] | None = None) -> tuple[StepResult, list[Tensor]]:
-    """One training step; the gradients of its last update. Learning rate 1e-3, no clip of the gradient."""
+    """One training step; the gradients of its last update. Learning rate 1e-3, no clip of the gradient.
+
+    With `gae` every second answer was cut, so that a value behind it counts.
+    """
     base = {"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": 1e9, "token_budget": budget}
     config = Config.model_validate({"groups_per_step": 4, "group_size": 4, "sampling": {"max_new_tokens": 12},
                                     "learner": base | learner})
     batch = stages.assemble(rows_of(groups, mine))
     if config.learner.advantage.name == "gdpo":
         batch["parts", "right"] = batch["trajectory", "reward"] + torch.arange(16) % 3
+    roles = Roles()
+    if config.learner.advantage.name == "gae":
+        roles = critic_beside(model, config)
+        batch["trajectory", "finish"] = torch.arange(16) % 2
     stages.mark_tokens(batch, step=1, publish_every=1, updates_per_step=1)
     stages.mask_truncated(batch, config.learner.loss.truncated)
     if change is not None:
@@ -113,7 +128,7 @@ def step(model: Policy, groups: list[TrajectoryGroup], learner: dict[str, Any], 
     policy = copy.deepcopy(model)
     plan = StepPlan(step=1, idx=1, learning_rate=1e-3, groups=4, minibatch_groups=config.minibatch_groups,
                     max_new_tokens=12, learner=config.learner, skipped_in_a_row=0, max_skipped=0, seed=5)
-    result = training_step(policy, make_optimizer(policy, config.learner), ranks, batch, plan)
+    result = training_step(policy, make_optimizer(policy, config.learner), ranks, batch, plan, roles)
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     return result, gradients
 
@@ -157,6 +172,8 @@ WHOLE: dict[str, dict[str, Any]] = {
         "correction": {"weights": "sequence_truncate", "normalize": True, "rejected": "exclude",
                        "rejection": [{"rule": "token_k1", "high": 1.2}, {"rule": "seq_mean_k3", "high": 0.1}]},
         "loss": {"aggregation": "seq_mean_token_mean"}},
+    "normalised weights of decoupled_ppo": {"loss": {"name": "decoupled_ppo"}, "correction": {"normalize": True},
+                                            "passes": 2},
     "resampled answers": {"resampling": "pow", "resampling_power": 1.0, "loss": {"aggregation": "seq_mean_token_mean"},
                           "minibatch_groups": 2},
     "the best and the worst answers": {"resampling": "max_min", "minibatch_groups": 2, "loss": {"entropy_coef": 0.1}},
@@ -166,10 +183,25 @@ WHOLE: dict[str, dict[str, Any]] = {
                                       "correction": {"weights": "token_truncate"}},
 }
 
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "none": {}, "token_truncate": {"cap": 1.1}, "sequence_truncate": {"cap": 1.3}, "geometric_truncate": {"cap": 1.02},
+    "token_icepop": {"icepop_low": 0.9, "icepop_high": 1.1}, "sequence_icepop": {"icepop_low": 0.8, "icepop_high": 1.3},
+    "geometric_icepop": {"icepop_low": 0.97, "icepop_high": 1.02},
+    "function": {"path": "./docs/examples/hooks.py:correction"}}
+assert set(WEIGHTS) == set(get_args(Weights))
+RULES = {  # an upper bound by which some tokens are rejected, and some are not
+    "token_k1": 1.15, "token_k2": 0.01, "token_k3": 0.01, "seq_sum_k1": 1.5, "seq_sum_k2": 0.1, "seq_sum_k3": 0.1,
+    "seq_mean_k1": 1.06, "seq_mean_k2": 0.02, "seq_mean_k3": 0.02, "seq_max_k2": 0.05, "seq_max_k3": 0.05}
+assert set(RULES) == set(get_args(RuleName))
+
 EVERY = {f"advantage {name}": {"advantage": {"name": name}} for name in advantages.REFERENCES} | {
     f"loss {name}": {"loss": {"name": name, **options[0]}} | ({} if name == "decoupled_ppo" else {
         "correction": {"mode": "bypass"}})  # one update, and no ratio is 1
-    for name, (_, options) in losses.REFERENCES.items()}
+    for name, (_, options) in losses.REFERENCES.items()} | {
+    f"weights {name}": {"correction": {"weights": name, "normalize": name != "none", **bounds}}
+    for name, bounds in WEIGHTS.items()} | {
+    f"rule {name}": {"correction": {"rejection": [{"rule": name, "high": high}], "rejected": "exclude"}}
+    for name, high in RULES.items()}
 
 
 @pytest.mark.parametrize("learner", [*WHOLE.values(), *EVERY.values()], ids=[*WHOLE, *EVERY])
@@ -193,7 +225,12 @@ def test_nothing_depends_on_micro_batches_or_ranks(model, groups, learner):
         model, groups, {**learner, "passes": 1, "minibatch_groups": None})
     assert cut.losses == pytest.approx(whole.losses, rel=1e-4, abs=1e-6)
     assert cut.gradient_norms == pytest.approx(whole.gradient_norms, rel=1e-4)
+    assert cut.critic == pytest.approx(whole.critic, rel=1e-4, abs=1e-6)
+    if learner.get("correction", {}).get("rejection"):
+        assert 0.0 < metrics(whole)["train/rejected_tokens"] < 1.0, "the case is one in which rules act"
     for (result, _) in parts:
+        for name in single.critic.keys() - {"critic/grad_norm"}:
+            assert result.critic[name] == pytest.approx(single.critic[name], rel=1e-4, abs=1e-6), name
         assert result.losses == pytest.approx(single.losses, rel=1e-4, abs=1e-6)
         for name in ("zero_advantage", "rejected_tokens", "clip_low", "clip_high", "weight_square"):
             assert result.totals[name] == pytest.approx(single.totals[name], rel=1e-5), name
@@ -210,6 +247,21 @@ def test_rejected_tokens_are_counted_and_leave_the_denominators_only_where_that_
     assert counted.losses[0] == pytest.approx(excluded.losses[0] * (1 - share), rel=1e-5)
 
 
+def test_behind_an_update_a_loglinear_proximal_rejects_anew_and_so_do_the_denominators(model, groups):
+    """Adam's first update is the same whatever the loss is divided by: the second ones are of the same weights."""
+    def rejecting(rejected: str, passes: int) -> StepResult:
+        return step(model, groups, {
+            "passes": passes, "loss": {"name": "decoupled_ppo", "proximal": "loglinear"},
+            "correction": {"rejection": [{"rule": "token_k1", "high": 1.1}], "rejected": rejected}})[0]
+
+    once, counted, excluded = rejecting("count", 1), rejecting("count", 2), rejecting("exclude", 2)
+    first, second = (found.totals["rejected_tokens"] for found in (once, counted))
+    assert excluded.totals["rejected_tokens"] == second and second - first != first, "the update moved what is rejected"
+    for i, rejected in enumerate((first, second - first)):
+        share = rejected / once.totals["update_tokens"]
+        assert counted.losses[i] == pytest.approx(excluded.losses[i] * (1 - share), rel=1e-3)
+
+
 def test_where_everything_is_rejected_the_loss_is_zero_and_the_update_changes_nothing(model, groups):
     for rejected in ("count", "exclude"):
         result, gradients = step(model, groups, {"correction": {
@@ -218,18 +270,9 @@ def test_where_everything_is_rejected_the_loss_is_zero_and_the_update_changes_no
         assert (metrics(result)["train/rejected_tokens"], metrics(result)["train/rejected_answers"]) == (1.0, 1.0)
 
 
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "none": {}, "token_truncate": {"cap": 1.1}, "sequence_truncate": {"cap": 1.3}, "geometric_truncate": {"cap": 1.02},
-    "token_icepop": {"icepop_low": 0.9, "icepop_high": 1.1}, "sequence_icepop": {"icepop_low": 0.8, "icepop_high": 1.3},
-    "geometric_icepop": {"icepop_low": 0.97, "icepop_high": 1.02}, "function": {"path": "./hooks.py:correction"}}
-assert set(WEIGHTS) == set(get_args(Weights))
-
-
 @pytest.mark.parametrize("name", [*WEIGHTS, "those of decoupled_ppo", "token_truncate in bypass"])
-def test_the_correction_metrics_are_those_of_plain_numbers(model, stock, groups, name, tmp_path, monkeypatch):
+def test_the_correction_metrics_are_those_of_plain_numbers(model, stock, groups, name):
     """Of the weights that are applied, before they are cut: the level's at every token, the function's, or exp(d)."""
-    shutil.copy(HOOKS, tmp_path)
-    monkeypatch.chdir(tmp_path)
     applied = name.partition(" ")[0] if name in WEIGHTS or "bypass" in name else "token_truncate"
     bounds = WEIGHTS[applied] if "decoupled" not in name else {"cap": 5.0}
     learner = {"loss": {"name": "decoupled_ppo"}} if "decoupled" in name else {
@@ -257,6 +300,16 @@ def test_the_correction_metrics_are_those_of_plain_numbers(model, stock, groups,
     assert ((w > high).any(), (w < low).any()) == ("path" not in bounds and bounds not in ({}, {"cap": 5.0}),
                                                    "icepop_low" in bounds), "the case is one in which they act"
     assert found["train/zero_advantage"] == 0.0 and math.isnan(found["train/rejected_tokens"])
+
+
+def test_the_weights_of_decoupled_ppo_are_normalised_by_their_mean(model, groups):
+    plain, _ = step(model, groups, {"loss": {"name": "decoupled_ppo"}})
+    divided, _ = step(model, groups, {"loss": {"name": "decoupled_ppo"}, "correction": {"normalize": True}})
+    found = metrics(plain)
+    assert found["train/weight_truncated"] == 0.0 and abs(found["train/weight_mean"] - 1.0) > 1e-3
+    assert divided.losses[0] == pytest.approx(plain.losses[0] / found["train/weight_mean"], rel=1e-5)
+    spelled, _ = step(model, groups, {"correction": {"normalize": True, "weights": "token_truncate", "cap": 5.0}})
+    assert divided.losses == spelled.losses, "ppo_clip with these weights is the same loss"
 
 
 def test_the_weight_of_an_answer_with_an_impossible_token_is_measured_as_it_is_applied():

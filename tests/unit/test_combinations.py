@@ -8,20 +8,23 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 
 from flows.presets import load_preset
 from rl_core.advantage_settings import AdvantageConfig
-from rl_core.config import Config
+from rl_core.combinations import PLAIN_AT_RATIO_1, check_rewards_landed
+from rl_core.config import Config, field_kinds
 from rl_core.correction_settings import KlConfig, RuleName, Weights
 from rl_core.errors import ConfigError
+from rl_core.idle_settings import READ_BY
 from rl_core.learner.advantages.estimate import advantages, answers_of, estimator_module, is_per_token
 from rl_core.learner.advantages.gae import ValueFacts, estimate_from_values
 from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
-from rl_core.learner.losses.tokens import loss_module
+from rl_core.learner.losses.tokens import Tokens, loss_module
 from rl_core.learner.replay import tried_settings
 from rl_core.loss_settings import Aggregation, LossConfig
 from rl_core.no_spread import HAS_A_GRADIENT, HAS_A_LITTLE
-from rl_core.plan import check, make_plan, parse_overrides, resolve
+from rl_core.plan import check, flatten, make_plan, parse_overrides, resolve
 from rl_core.revisions import trained_by
 from rl_core.variants import variants
 
@@ -37,6 +40,8 @@ def settled(*sets: str, base: Config | None = None) -> Config:
 
 LOSS, CORRECTION = "learner.loss.name", "learner.correction"
 DROP, PENALTY = "rollout.no_spread=drop", "learner.loss={truncated: penalty, overlong_buffer: 4}"
+OPSM = "learner.loss={name: opsm, opsm_delta: 0.1, anchor: proximal}"
+LENGTH = "[{part: len, reward: './mine.py:length', weight: -0.01}]"
 REFUSED = {
     "a spread beside a greedy answer": (["learner.advantage.name=remax", DROP],
                                         "rollout.no_spread: remax compares answers with a greedy one"),
@@ -72,6 +77,27 @@ REFUSED = {
     "k3+ in the reward": (["learner.kl={use: reward, estimator: k3+}"], "learner.kl.estimator: a reward has no grad"),
     "an unbiased reward": (["learner.kl={use: reward, unbiased: true}"], "learner.kl.unbiased: weights the KL of the"),
     "a controller of the loss": (["learner.kl={use: loss, target: 0.1}"], "learner.kl.target: the controller is for"),
+    "a summand of no deviation": (["learner.advantage={normalize_by_std: false, eps: 0.1}"],
+                                  "learner.advantage.eps: nothing reads it without learner.advantage.normalize_by"),
+    "a warm-up of the whole run": (["learner.advantage.name=gae", "learner.critic.warmup_steps=9", "total_steps=9"],
+                                   "learner.critic.warmup_steps: the critic would learn alone in all of total_steps"),
+    "parts that say how a program ended": (["reward=code", "learner.advantage.name=gdpo"],
+                                           "learner.advantage.parts: gdpo would add up all parts of the reward code"),
+    "parts that say what a judge did": (["reward=judge", "scoring.judge.url=http://h:1/v1",
+                                         "learner.advantage.name=gdpo"],
+                                        "learner.advantage.parts: gdpo would add up all parts of the reward judge"),
+    "a part that says what could be read": (["reward=math_verify", "learner.advantage.name=gdpo"],
+                                            "learner.advantage.parts: gdpo would add up all parts of the reward math"),
+    "a weight of a sum that nobody reads": (["learner.advantage.name=gdpo", "scoring.weight=0.5"],
+                                            "scoring.weight: multiplies the sum, and gdpo reads the parts"),
+    "a reward below 0": (["learner.advantage.name=maxrl", f"scoring.parts={LENGTH}", "scoring.weight=-1"],
+                         "scoring.weight: maxrl is for rewards of at least 0"),
+    "a part below 0": (["learner.advantage.name=maxrl", f"scoring.parts={LENGTH}"],
+                       "scoring.parts: of the part len: maxrl is for rewards of at least 0"),
+    "an anchor that is not there": ([OPSM, f"{CORRECTION}.mode=bypass", "learner.passes=2"],
+                                    "learner.loss.anchor: with learner.correction.mode=bypass the behavior policy"),
+    "an anchor that nothing has left": ([OPSM],
+                                        "learner.loss.anchor: in a step of one update the policy is the proximal one"),
     "sequence ratio, token mean": ([f"{LOSS}=gspo", "learner.loss.aggregation=token_mean"],
                                    "learner.loss.aggregation: gspo has one ratio for a whole answer"),
     "gmpo by tokens": ([f"{LOSS}=gmpo", "learner.loss.aggregation=token_sum"], "learner.loss.aggregation: gmpo is one"),
@@ -87,6 +113,10 @@ REFUSED = {
     "weights beside decoupled_ppo's": ([f"{LOSS}=decoupled_ppo", f"{CORRECTION}.weights=sequence_icepop"],
                                        "learner.correction.weights: decoupled_ppo has its own token weights prox/mu"),
     "no weights to normalise": ([f"{CORRECTION}.normalize=true"], "learner.correction.normalize: there are no weights"),
+    "weights that are clipped elsewhere": ([f"{LOSS}=topr", f"{CORRECTION}.normalize=true"],
+                                           "learner.correction.normalize: the weights of topr are clipped in the loss"),
+    "another cap of decoupled_ppo's": ([f"{LOSS}=decoupled_ppo", f"{CORRECTION}.cap=3"],
+                                       "learner.correction.cap: decoupled_ppo cuts its own weights at 5, whatever"),
     "nothing rejected": ([f"{CORRECTION}.rejected=exclude"], "learner.correction.rejected: nothing is rejected"),
     "an empty band": ([f"{CORRECTION}.rejection=[{{rule: token_k1, high: 0.9}}]"], "learner.correction.rejection: not"),
     "a lower bound of k3": ([f"{CORRECTION}.rejection=[{{rule: seq_max_k3, high: 1, low: 0.5}}]"],
@@ -155,12 +185,138 @@ ALLOWED = {
     "k2 by its other name": ["learner.kl={use: loss, estimator: k2+}"],
     "a teacher by abs+": ["learner.teacher={use: loss, path: t, estimator: abs+}"],
     "a teacher": ["learner.teacher={use: forward_topk, path: t}"],
+    "a teacher by abs": ["learner.teacher={use: loss, path: t, estimator: abs}"],
+    "normalised weights of decoupled_ppo": [f"{LOSS}=decoupled_ppo", f"{CORRECTION}.normalize=true"],
+    "a critic that learns alone at first": ["learner.advantage.name=gae", "learner.critic.warmup_steps=8",
+                                            "total_steps=9"],
+    "parts by name": ["reward=code", "learner.advantage={name: gdpo, parts: [{part: passed}]}"],
+    "parts of a function": ["reward=./mine.py:score", "learner.advantage.name=gdpo"],
+    "a negative part": ["learner.advantage.name=gdpo", f"scoring.parts={LENGTH}"],
+    "a proximal anchor": [OPSM, "learner.passes=2"],
 }
 
 
 @pytest.mark.parametrize("sets", ALLOWED.values(), ids=ALLOWED)
 def test_what_makes_sense_is_taken(sets: list[str]) -> None:
     settled(*sets)
+
+
+IDLE: dict[str, tuple[str, list[str]]] = {
+    # field of `learner` -> a value that it has not by itself, and settings beside which something reads it
+    "advantage.normalize_by_std": ("false", []), "advantage.eps": ("0.1", []),
+    "loss.overlong_factor": ("0.5", [PENALTY]),
+    "correction.cap": ("3", [f"{CORRECTION}.weights=sequence_truncate"]),
+    "correction.icepop_low": ("0.8", [f"{CORRECTION}.weights=token_icepop"]),
+    "correction.icepop_high": ("2", [f"{CORRECTION}.weights=geometric_icepop"]),
+    "kl.estimator": ("k2", ["learner.kl.use=loss"]), "kl.coef": ("0.1", ["learner.kl.use=reward"]),
+    "kl.unbiased": ("true", ["learner.kl.use=loss"]), "kl.target": ("0.1", ["learner.kl.use=reward"]),
+    "kl.horizon": ("9", ["learner.kl={use: reward, target: 0.1}"]),
+    "reference.refresh_mix": ("0.5", ["learner.kl.use=loss", "learner.reference.refresh_every=2"]),
+    "critic.lr": ("1e-3", ["learner.advantage.name=gae"]),
+    "critic.weight_decay": ("0.1", ["learner.advantage.name=gae"]),
+    "critic.max_grad_norm": ("2", ["learner.advantage.name=gae"]),
+    "critic.clip": ("0.1", ["learner.advantage.name=gae"]),
+    "teacher.coef": ("0.5", ["learner.teacher={use: advantage, path: t}"]),
+    "teacher.estimator": ("k2", ["learner.teacher={use: loss, path: t}"]),
+    "teacher.top_k": ("8", ["learner.teacher={use: forward_topk, path: t}"]),
+    "resampling_power": ("1", ["learner.resampling=pow"]),
+}
+RLOO = ["learner.advantage.name=rloo"]
+
+
+def test_every_setting_that_something_reads_is_in_the_table() -> None:
+    assert set(IDLE) == set(READ_BY) and {f"learner.{field}" for field in READ_BY} <= set(field_kinds())
+
+
+@pytest.mark.parametrize("field", IDLE)
+def test_a_setting_that_nothing_reads_is_refused_with_what_reads_it(field: str) -> None:
+    value, beside = IDLE[field]
+    chosen = f"learner.{field}={value}"
+    settled(*beside, chosen)
+    idle = RLOO if field.startswith("advantage.") else []
+    default, got = (flatten(resolve({}, parse_overrides(sets)))[f"learner.{field}"] for sets in (idle, [*idle, chosen]))
+    said = "null" if default is None else default
+    with pytest.raises(ConfigError, match=rf"^learner\.{re.escape(field)}: nothing reads it without learn") as refused:
+        settled(*idle, chosen)
+    assert str(refused.value).endswith(f"; set that, too, or leave it at {said} (got {got!r})")
+    settled(*idle, f"learner.{field}={said}")
+
+
+def test_what_earlier_versions_stored_is_still_explained_and_replayed() -> None:
+    """`check` is asked of stored settings, too: what nothing read changed nothing then."""
+    check(resolve(load_preset("tiny-cpu"), parse_overrides(["learner.kl.coef=0.1", f"{CORRECTION}.cap=3"])))
+
+
+RATIO_1 = {
+    # a loss and settings beside it -> whether nothing is left of it in a step, and whether staleness is told of
+    "one update": ([f"{LOSS}=gspo"], True, True),
+    "weights": ([f"{LOSS}=gspo", f"{CORRECTION}.weights=sequence_truncate"], True, False),
+    "on-policy": ([f"{LOSS}=cispo", "staleness.bound=0"], True, False),
+    "another run's shards": ([f"{LOSS}=sapo", "staleness.bound=0", "data.shards_from=k"], True, True),
+    "a divergence": ([f"{LOSS}=dppo_kl"], True, True),
+    "a penalty on log ratios": ([f"{LOSS}=kl_cov"], True, True),
+    "a quadratic penalty": ([f"{LOSS}=dro", "learner.loss.beta=1"], True, True),
+    "two passes": ([f"{LOSS}=gspo", "learner.passes=2"], False, False),
+    "two minibatches": ([f"{LOSS}=gmpo", "learner.minibatch_groups=8"], False, False),
+    "bypass": ([f"{LOSS}=dppo_tv", f"{CORRECTION}.mode=bypass"], False, False),
+    "the default": ([f"{LOSS}=ppo_clip"], False, False),
+    "weights of its own": ([f"{LOSS}=decoupled_ppo"], False, False),
+    "no ratio": ([f"{LOSS}=topr"], False, False),
+    "what is chosen by other than the ratio": ([f"{LOSS}=m2po"], False, False),
+}
+
+
+@pytest.mark.parametrize(("sets", "plain", "uncorrected"), RATIO_1.values(), ids=RATIO_1)
+def test_the_plan_tells_where_nothing_is_left_of_a_loss_on_a_ratio(sets: list[str], plain: bool,
+                                                                   uncorrected: bool) -> None:
+    told = make_plan(settled(*sets)).warnings
+    assert [line.split(" is ")[0] for line in told] == [f"learner.loss.name: {sets[0].split('=')[1]}"] * plain
+    assert all("learner.correction.mode=bypass" in line and "learner.passes" in line for line in told)
+    assert [line for line in told if "nor does anything correct for stale answers" in line] == list(told) * uncorrected
+
+
+@pytest.mark.parametrize("name", PLAIN_AT_RATIO_1)
+def test_of_these_losses_a_ratio_of_1_leaves_the_policy_gradient(name: str) -> None:
+    """Its gradient by log pi at pi = prox is -A at every token; of gmpo its mean over the answer's tokens."""
+    config: Any = variants(LossConfig)[name](**{"name": name, "beta": 0.5} if name == "dro" else {"name": name})
+    logs = torch.tensor([-0.5, -1.0, -2.0], dtype=torch.float64)
+    tokens = Tokens(policy_S=logs.clone().requires_grad_(), anchor_S=logs, behavior_S=logs - 0.3,
+                    advantage_S=torch.tensor([1.5, -2.0, 0.5], dtype=torch.float64), reward_S=torch.ones(3),
+                    sequence_S=torch.tensor([0, 1, 2]), sequences=3, chosen_S=torch.tensor([True, False, True]))
+    [gradient] = torch.autograd.grad(loss_module(name).token_loss(tokens, config).loss_S.sum(), tokens.policy_S)
+    np.testing.assert_allclose(gradient, -tokens.advantage_S)
+
+
+LANDED = {
+    # settings of an earlier revision, those that are wanted -> why they are refused, or None
+    "rewards of a function under maxrl": (["reward=./mine.py:score"], ["learner.advantage.name=maxrl"],
+                                          "takes rewards of at least 0, and those that groups of run k have landed"),
+    "a reward model's": (["reward=reward_model", "scoring.model.path=m"], ["learner.advantage.name=maxrl"],
+                         "takes rewards of at least 0"),
+    "a part that takes away": ([f"scoring.parts={LENGTH}"], ["learner.advantage.name=maxrl", "scoring.parts=[]"],
+                               "takes rewards of at least 0"),
+    "right or wrong": ([], ["learner.advantage.name=maxrl"], None),
+    "scores of a task": (["reward=reasoning_gym:leg_counting"], ["learner.advantage.name=maxrl"], None),
+    "under maxrl already": (["reward=./mine.py:score", "learner.advantage.name=maxrl"], ["total_steps=200"], None),
+    "to another estimator": (["reward=./mine.py:score"], ["learner.advantage.name=rloo"], None),
+    "without the part main": ([], ["learner.advantage.name=gdpo", f"scoring.parts={LENGTH}"],
+                              "takes the part `main` of the rewards, which groups of run k have landed without"),
+    "one part more": ([f"scoring.parts={LENGTH}"], ["learner.advantage.name=gdpo", "scoring.parts=[{part: len, reward: "
+                      "'./mine.py:length'}, {part: more, reward: exact}]"], None),
+    "parts of a function": (["reward=./mine.py:score"], ["learner.advantage.name=gdpo"], None),
+}
+
+
+@pytest.mark.parametrize(("before", "sets", "why"), LANDED.values(), ids=LANDED)
+def test_no_run_goes_on_with_an_estimator_that_cannot_take_what_has_landed(before: list[str], sets: list[str],
+                                                                           why: str | None) -> None:
+    earlier = settled(*before)
+    wanted = settled(*sets, base=earlier)
+    if why is None:
+        check_rewards_landed("k", [earlier], wanted)
+    else:
+        with pytest.raises(ConfigError, match=f"^learner.advantage.name: {why}"):
+            check_rewards_landed("k", [earlier], wanted)
 
 
 DROPPED: dict[str, tuple[list[str], list[str]]] = {

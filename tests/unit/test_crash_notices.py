@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from jinja2 import Environment
 
-from rl_core.errors import ConfigError
+from flows.deploying import nightly_parameters
+from rl_core.errors import ConfigError, DeadPart
+from tasks import silent_runs
 from tasks.crash_notices import NAME, SUBJECT, WORDS, check, ensure
+from tests.answering import answering
 
 BLOCKS = {
     "webhook/morning": {"id": "b1", "block_type": {"slug": "webhook"}, "block_schema": {"capabilities": []}},
@@ -109,6 +112,22 @@ def test_a_block_that_is_not_there_is_refused_before_anything_is_registered(serv
         check(server.url, None, notify)
     with pytest.raises(ConfigError, match="--param notify=block:webhook/evening: there is no such block"):
         check(server.url, None, "block:webhook/evening")
+
+
+def test_a_server_without_automations_has_not_taken_one() -> None:
+    block = "/block_types/slug/webhook/block_documents/name/morning"
+    with answering({"POST /automations/filter": (404, None), "POST /automations/": (404, None),
+                    f"GET {block}": (200, BLOCKS["webhook/morning"])}) as prefect:
+        for asked in (lambda: silent_runs.ensure(prefect.page, None),
+                      lambda: ensure(prefect.page, None, "block:webhook/morning")):
+            with pytest.raises(DeadPart, match="has no automations"):
+                asked()
+
+
+def test_what_the_page_says_removes_it_is_taken(server: Server) -> None:
+    ensure(server.url, None, "block:webhook/morning")
+    said = server.kept["a1"]["description"]
+    assert "--param notify=null`" in said and nightly_parameters(["notify=null"]) == {"notify": None}
 
 
 def test_what_is_sent_is_json_whatever_the_state_says() -> None:

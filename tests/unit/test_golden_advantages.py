@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from rl_core.advantage_settings import AdvantageConfig
 from rl_core.errors import ConfigError
 from rl_core.learner.advantages.answers import Answers, whiten
-from rl_core.learner.advantages.estimate import advantages, answers_of, is_per_token, needs_policy
-from rl_core.learner.advantages.gae import gae
+from rl_core.learner.advantages.estimate import advantages, answers_of, is_per_token, needs_policy, needs_values
+from rl_core.learner.advantages.gae import ValueFacts, estimate_from_values, gae
 from rl_core.learner.advantages.optimal_token_baseline import PolicyFacts
 from rl_core.learner.advantages.remax import remax
 from rl_core.learner.advantages.resampling import resampled, resampling_weights
 from rl_core.learner.overlong import overlong_penalty
 from rl_core.variants import variants
-from tests.golden.advantages import REFERENCES, Claim, mates, random_claim
+from tests.golden.advantages import REFERENCES, Claim, gae_of_answer, mates, random_claim, values_to_go
 
 ESTIMATORS = variants(AdvantageConfig)
 CASES = {f"{name} {options or ''}": (name, options) for name, (_, cases) in REFERENCES.items() for options in cases}
@@ -39,9 +39,17 @@ def answers_in(claim: Claim) -> Answers:
                       baseline_N=np.array([greedy[g] for g in claim.group], np.float32))
 
 
+def values_in(claim: Claim) -> ValueFacts:
+    """Of the loss tokens alone, as a pass through the critic has them."""
+    value = [[one[t] for t in places] for one, places in zip(claim.value, claim.position, strict=True)]
+    return ValueFacts(value_K=flat(value), behind_N=np.array(claim.behind), cut_N=np.array(claim.cut, np.bool_))
+
+
 def estimated(name: str, claim: Claim, **options) -> np.ndarray:
     config = ESTIMATORS[name](name=name, **options)
     answers = answers_in(claim)
+    if needs_values(config):
+        return estimate_from_values(answers, values_in(claim), config)[0]
     policy = PolicyFacts(logprob_K=flat(claim.logprob), squares_K=flat(claim.squares), weight_K=flat(claim.weight),
                          position_K=flat(claim.position).astype(np.int64)) if needs_policy(config) else None
     return advantages(answers, config, policy=policy)
@@ -55,7 +63,8 @@ def at(claim: Claim, order: list[int]) -> Claim:
     return replace(claim, reward=those(claim.reward), group=those(claim.group), length=those(claim.length),
                    tokens=those(claim.tokens), parts={k: those(v) for k, v in claim.parts.items()},
                    position=those(claim.position), logprob=those(claim.logprob), squares=those(claim.squares),
-                   weight=those(claim.weight))
+                   weight=those(claim.weight), value=those(claim.value), behind=those(claim.behind),
+                   cut=those(claim.cut))
 
 
 def claim_of(rewards, groups, *, lengths=None) -> Claim:
@@ -64,8 +73,7 @@ def claim_of(rewards, groups, *, lengths=None) -> Claim:
 
 
 def test_every_estimator_has_a_reference():
-    assert set(REFERENCES) | {"gae", "function"} == set(ESTIMATORS), \
-        "gae: test_roles.py, function: test_hooks.py"
+    assert set(REFERENCES) | {"function"} == set(ESTIMATORS), "function: test_hooks.py"
 
 
 @pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES.keys())
@@ -119,6 +127,14 @@ def test_gdpo_normalises_every_part_by_itself():
     np.testing.assert_allclose(estimated("gdpo", claim, parts=parts), [0.7071, -0.7071], atol=1e-4)
 
 
+def test_a_part_of_gdpo_with_a_negative_weight_takes_away():
+    claim = Claim(reward=[0, 0], group=[0, 0], length=[1, 1], tokens=[1, 1],
+                  parts={"right": [1, 0], "size": [300.0, 100.0]})
+    # each part gives +-0.7071; summed with weights 1 and -2 -+0.7071, so that the long right answer is the worse one
+    parts = ({"part": "right", "weight": 1.0}, {"part": "size", "weight": -2.0})
+    np.testing.assert_allclose(estimated("gdpo", claim, parts=parts), [-0.7071, 0.7071], atol=1e-4)
+
+
 @pytest.mark.parametrize(("parts", "told"), [((), "the claim has none;"), (({"part": "x"},), "not \\['x'\\]")])
 def test_gdpo_without_its_parts_is_refused_by_name(parts, told):
     with pytest.raises(ConfigError, match=f"learner.advantage.parts: .*{told}"):
@@ -154,6 +170,21 @@ def test_gae_carries_the_next_value_through_masked_tokens_and_bootstraps_a_cut_a
     for gap, plain in zip(with_gap, without, strict=True):
         np.testing.assert_allclose(gap, [plain[0], 0.0, plain[1]])
     assert gae(np.array([0.0]), np.array([0.5]), np.ones(1, bool), last_value=2.0)[0].item() == 1.5
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
+def test_gae_of_answers_with_masked_tokens_and_the_returns_of_a_claim_are_those_of_the_reference(gamma, lam):
+    for seed in range(3):
+        claim, rng = random_claim(seed), np.random.default_rng(seed)
+        for value, places, behind in zip(claim.value, claim.position, claim.behind, strict=True):
+            reward, mask = rng.normal(size=len(value)), np.isin(np.arange(len(value)), places)
+            found, returns = gae(reward, np.array(value), mask, gamma=gamma, lam=lam, last_value=behind)
+            expected = gae_of_answer(reward.tolist(), value, mask.tolist(), behind, gamma, lam)
+            np.testing.assert_allclose(found, expected, atol=1e-12)
+            np.testing.assert_allclose(returns, np.where(mask, found + value, 0.0), atol=1e-12)
+        config = ESTIMATORS["gae"](name="gae", gamma=gamma, lam=lam)
+        returned = estimate_from_values(answers_in(claim), values_in(claim), config)[1]
+        np.testing.assert_allclose(returned, flat([r for _, r in values_to_go(claim, gamma, lam)]), atol=1e-5)
 
 
 def test_remax_is_the_lead_over_the_greedy_answer_token_by_token():
@@ -334,7 +365,8 @@ def test_empty_claims_empty_answers_and_masked_answers_give_no_nan(name):
     assert len(estimated(name, nothing)) == 0
     none = [[], []]
     empty = Claim(reward=[1.0, 0.0], group=[0, 0], length=[0, 0], tokens=[0, 0], parts={"a": [1.0, 0.0]},
-                  position=none, logprob=none, squares=none, weight=none)
+                  position=none, logprob=none, squares=none, weight=none, value=none, behind=[0.5, 0.5],
+                  cut=[True, False])
     assert np.isfinite(estimated(name, empty)).all()
 
 
@@ -356,6 +388,10 @@ def test_an_absent_answer_is_as_if_it_were_not_there(name):
     policy = PolicyFacts(logprob_K=flat(fewer.logprob), squares_K=flat(fewer.squares), weight_K=flat(fewer.weight),
                          position_K=flat(fewer.position).astype(np.int64))
     present = np.arange(len(claim.reward)) != away
-    found = advantages(answers, config, present_N=present, policy=policy)
+    if needs_values(config):  # which an answer without a loss token has no part in
+        values = replace(values_in(fewer), behind_N=np.array(claim.behind), cut_N=np.array(claim.cut))
+        found = estimate_from_values(answers, values, config)[0]
+    else:
+        found = advantages(answers, config, present_N=present, policy=policy)
     expected = estimated(name, fewer)
     np.testing.assert_allclose(found if is_per_token(config) else found[present], expected, atol=1e-6)

@@ -151,6 +151,8 @@ def test_distillation_is_as_worked_out_by_hand():
     found = distilled_advantage(torch.tensor([0.5]), policy, teacher, coef=0.25)
     assert found.tolist() == [0.25] and not found.requires_grad
     assert distillation_loss(policy, teacher, "k2").item() == 0.5
+    apart = distillation_loss(policy, teacher, "abs")
+    assert (apart.item(), torch.autograd.grad(apart, policy)[0].item()) == (1.0, 1.0)
     p, t = torch.tensor([[0.25, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     # 0.5 log 2 - 0.25 log 2, and the rest is 0.25 on both sides
     assert forward_topk(p, t).item() == pytest.approx(0.25 * math.log(2))

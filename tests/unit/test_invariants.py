@@ -41,6 +41,8 @@ TWO_PASSES = {"passes": 2}
 LOGLINEAR = {"passes": 2, "loss": {"name": "decoupled_ppo", "proximal": "loglinear"}}
 BYPASS = {"passes": 2, "correction": {"mode": "bypass"}}
 HALF = {"passes": 2, "dtype": "bfloat16"}
+CHOICE = {"loss": {"name": "kl_cov"}}
+"""One update, and a pass before it by which tokens are chosen."""
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +98,12 @@ RUNS = {
     "the engine is off in bfloat16": (HALF, 0.07, 0.0, "mismatch 0.07 over 0.05"),
     "as far off as bfloat16 may be": (HALF, 0.02, 0.0, None),
     "two passes are uneven": (TWO_PASSES, 0.0, 0.001, "drift 0.001 over 1e-06"),
+    "a pass for a choice is uneven": (CHOICE, 0.0, 0.001, "drift 0.001 over 1e-06"),
     "both": (TWO_PASSES, 0.02, 0.002, "mismatch 0.02 over 0.001, drift 0.002 over 1e-06"),
     "uneven in bfloat16": (HALF, 0.0, 0.1, "drift 0.11 over 0.05"),
     "as uneven as bfloat16 may be": (HALF, 0.0, 0.02, None),
-    "no invariant (a) in bypass mode": (BYPASS, 0.0, 0.0005, None),
+    "no invariant (a) in a step of one update": ({}, 0.0, 0.0005, None),
+    "nor in bypass mode": (BYPASS, 0.0, 0.0005, None),
     "nor for a log-linear proximal": (LOGLINEAR, 0.0, 0.0005, None),
 }
 
@@ -112,7 +116,7 @@ def test_a_violated_invariant_is_an_alarm_of_the_step_that_goes_on(
     assert alarm_text(metrics) == said
     assert metrics["train/mismatch_alarm"] == float("mismatch" in (said or ""))
     assert metrics["train/drift_alarm"] == float("drift" in (said or ""))
-    assert math.isnan(metrics["train/ratio_drift"]) == (learner in (BYPASS, LOGLINEAR))
+    assert math.isfinite(metrics["train/ratio_drift"]) == (learner in (TWO_PASSES, HALF, CHOICE)), "else none is made"
 
 
 ENDS = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import stat
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from tasks.destination import destination
 from tasks.keeping import environment, status
 from tasks.kept import Kept, Service, Settings
 from tasks.servers import Process
-from tasks.service_doctor import examine
-from tasks.supervisor import BACKOFF_S, HANGS_S, RESTARTS, START_S, Supervisor, Watched
+from tasks.service_doctor import DEPLOYMENTS, examine
+from tasks.supervisor import ASK_S, BACKOFF_S, HANGS_S, RESTARTS, START_S, Supervisor, Watched
+from tests.answering import answering
 
 GONE = Process(2**22 - 1, 1)
 
@@ -72,6 +75,49 @@ def test_reports_in_words() -> None:
     assert pages[:2] == ["MLflow   http://m", "Prefect  http://p"]
     assert diagnosis_lines({"findings": [], "notes": ["n"]}) == ["note:  n", "nothing is wrong"]
     assert diagnosis_lines({"findings": ["f"], "notes": []}) == ["wrong: f"]
+
+
+# -- what is wrong with them
+
+def test_directories_of_the_services_are_for_their_owner_alone(tmp_path: Path) -> None:
+    """Made so whatever the umask is, and where they are found otherwise."""
+    found = kept.directories(tmp_path)
+    found[0].mkdir()
+    before = os.umask(0)
+    try:
+        for place in found:
+            servers.for_owner_alone(place)
+    finally:
+        os.umask(before)
+    assert [(place.name, stat.S_IMODE(place.stat().st_mode)) for place in found] == [
+        ("prefect", 0o700), ("mlflow", 0o700), ("services", 0o700)]
+    kept.write_settings(tmp_path, Settings(prefect_port=servers.free_port(), mlflow_port=servers.free_port()))
+    assert examine(tmp_path, {})["findings"] == []
+    found[0].chmod(0o755)
+    assert examine(tmp_path, {})["findings"] == [
+        f"{found[0]} can be read by others (mode 0755): chmod 700 {found[0]}"]
+    (kept.directory(tmp_path) / "settings.json").unlink()
+    assert examine(tmp_path, {})["findings"] == [], "a home in which services never were up"
+
+
+@pytest.mark.parametrize("silent", ["GET /api/admin/settings", f"GET /api/work_pools/{kept.POOL}",
+                                    "GET /api/deployments/name/nightly/nightly"])
+def test_a_busy_server_is_not_said_to_lack_what_it_does_not_tell_of(tmp_path: Path, silent: str) -> None:
+    answers = {
+        "GET /api/admin/version": (200, "3"), f"GET /api/work_pools/{kept.POOL}": (200, {"type": "process",
+                                                                                       "is_paused": False}),
+        "GET /api/admin/settings": (200, {"server": {"analytics_enabled": False, "concurrency": {
+            "lease_storage": "prefect.server.concurrency.lease_storage.filesystem"}}}),
+        "POST /api/automations/filter": (200, [{"enabled": True}]),
+        **{f"GET /api/deployments/name/{name}": (200, {}) for name in DEPLOYMENTS}}
+    me = Process(1, keeper.start_time(1) or 0)
+    with answering({asked: said for asked, said in answers.items() if asked != silent}) as prefect:
+        kept.write(tmp_path, Kept(supervisor=me, since_us=0, services={name: Service(
+            name=name, state="ready", process=me, address=prefect.page if name == "prefect" else None)
+            for name in kept.NAMES}))
+        said = examine(tmp_path, {})
+    assert [text.partition(" to ")[2] for text in said["findings"] + said["notes"]] == [silent.replace("/api", "")]
+    assert bool(said["notes"]) == ("deployments" in silent)
 
 
 # -- who uses them
@@ -277,6 +323,36 @@ def test_a_service_that_ends_again_and_again_is_given_up(tmp_path: Path, watcher
     assert lost.why is not None and lost.why.startswith(f"ended {RESTARTS + 1} times in 600 s: ended by itself")
     noted = kept.read(tmp_path)
     assert noted is not None and noted.services["mlflow"] == lost
+
+
+def test_a_run_whose_owner_cannot_be_seen_is_looked_at_again(tmp_path: Path, clock: Clock) -> None:
+    """Nothing is said of it meanwhile, and the others are judged."""
+    def pending(name: str) -> dict[str, object]:
+        return {"id": name, "name": name, "work_pool_name": kept.POOL,
+                "state": {"type": "PENDING", "timestamp": "2026-01-31T00:00:00+00:00"}}
+
+    with answering({"POST /api/flow_runs/filter": (200, [pending("hidden"), pending("gone")]),
+                    "POST /api/events/filter": (200, {"events": []}),
+                    **{f"POST /api/flow_runs/{name}/set_state": (200, {"status": "ACCEPT"})
+                       for name in ("hidden", "gone")}}) as prefect:
+        kept.directory(tmp_path).mkdir()
+        watcher = Supervisor(tmp_path, Settings(prefect_port=prefect.server_port, mlflow_port=1), clock)
+        watcher._up_since = datetime.now(UTC)
+        hidden = tmp_path / "runs" / "hidden"
+        hidden.parent.mkdir()
+        hidden.write_text("no directory: what is below it cannot be opened")
+
+        def crashed() -> list[str]:
+            prefect.asked.clear()
+            watcher._look_for_the_dead()
+            return [asked.split("/")[3] for asked in prefect.asked if asked.endswith("set_state")]
+
+        assert (crashed(), crashed()) == (["gone"], []), "it is given time"
+        hidden.unlink()
+        clock.now += ASK_S
+        assert crashed() == ["hidden", "gone"]
+        clock.now += ASK_S
+        assert crashed() == [] and prefect.asked == [], "all have been seen"
 
 
 # -- parameters

@@ -12,7 +12,7 @@ import pytest
 from flows.command import FAILED, INTERRUPTED, REFUSED, TERMINATED
 from flows.console import Console
 from flows.ending import Flow, Start
-from flows.launch import _ended, _same_command
+from flows.launch import _ended, _guarded, _same_command
 from rl_core.config import Config
 from rl_core.errors import RunIsAlive
 from tasks.paths import new_run_key
@@ -58,6 +58,22 @@ def test_a_run_that_is_alive_is_refused_whatever_an_earlier_start_wrote(
     start = Start(Console(io.StringIO()), "tiny-cpu", True, False, run_key="k")
     assert _ended(start, Flow("FAILED", error=RunIsAlive("pid 7 owns it")), BROKE, Config()) == REFUSED
     assert capsys.readouterr().err == "error: RunIsAlive: pid 7 owns it\n"
+
+
+def test_what_fails_before_there_is_a_run_is_an_error_on_stderr_and_later_the_end_of_the_story(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+
+    def full() -> int:
+        raise OSError(28, "No space left on device", "/x")
+
+    out = io.StringIO()
+    assert _guarded(Start(Console(out), "tiny-cpu", True, False), full) == FAILED
+    assert (out.getvalue(), capsys.readouterr().err) == ("", "error: [Errno 28] No space left on device: '/x'\n")
+    assert _guarded(Start(Console(out), "tiny-cpu", True, False, run_key="k"), full) == FAILED
+    _, story, last = out.getvalue().splitlines()
+    assert (story, capsys.readouterr().err) == ("failed: [Errno 28] No space left on device: '/x'", "")
+    assert json.loads(last)["status"] == "failed"
 
 
 def test_the_command_is_given_again_without_its_key_and_json(monkeypatch: pytest.MonkeyPatch) -> None:

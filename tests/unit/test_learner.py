@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core import metrics
 from rl_core.advantage_settings import GroupAdvantage
-from rl_core.config import Config, CorrectionConfig, LearnerConfig
+from rl_core.config import Config, CorrectionConfig, LearnerConfig, ScoringConfig
 from rl_core.env_digest import differing_fields, environment
 from rl_core.errors import ClaimedShardCorrupt, ConfigError, EngineMismatch, NonFiniteTraining, StaleAttempt
 from rl_core.experience.ledger import void_step
@@ -212,7 +212,8 @@ def test_a_record_has_exactly_the_learners_metrics_and_their_values(tmp_path):
     assert (first["staleness/max"], second["staleness/max"], second["staleness/update_lag_mean"]) == (0.0, 1.0, 1.0)
     assert first["train/mismatch_current_abs"] < 1e-6 and math.isnan(first["train/mismatch_stale_abs"])
     assert math.isnan(second["train/mismatch_current_abs"]) and second["train/mismatch_stale_abs"] > 1e-3
-    assert (first["train/ratio_drift"], first["train/ratio_max"], first["train/mismatch_alarm"]) == (0.0, 1.0, 0.0)
+    assert (first["train/ratio_max"], first["train/mismatch_alarm"], first["train/drift_alarm"]) == (1.0, 0.0, 0.0)
+    assert math.isnan(first["train/ratio_drift"]), "a step of one update has no second pass to compare with"
     assert first["train/effective_samples"] == pytest.approx(1.0, abs=1e-6)
     assert 0.5 < first["weights/changed"] <= 1.0
     assert first["train/learning_rate"] == config.learner.lr
@@ -239,6 +240,28 @@ def test_reward_parts_are_in_the_record_and_its_metrics(tmp_path):
     assert record.parts == {"is_short": 0.375, "late": 3.0}
     assert record.metrics["reward/part_is-short_mean"] == 0.375 and record.metrics["reward/part_late_mean"] == 3.0
     metrics.check(record.metrics, "learner")
+
+
+WEIGHTED = {"parts": [{"part": "len", "reward": "./mine.py:length", "weight": -0.01}]}
+
+
+def test_a_step_under_gdpo_learns_from_weighted_rewards_at_their_weights(tmp_path):
+    """As from the same parts by name, and not as from their sum at weight 1."""
+    def trained(name, scoring=None, **weights):
+        config = settings(groups=2, advantage={"name": "gdpo", "parts": [
+            {"part": part, "weight": weight} for part, weight in weights.items()]})
+        config = config.model_copy(update={"scoring": ScoringConfig.model_validate(scoring or {})})
+        run = new_run(tmp_path, config, steps=0, name=name)
+        stock = AutoModelForCausalLM.from_pretrained(run.model)
+        claim_groups(run, config, 0, [replace(group, trajectories=tuple(
+            replace(t, score=replace(t.score, parts={"main": t.score.reward, "len": float(len(t.token_ids_L)),
+                                                     "len.of": float(j)}))
+            for j, t in enumerate(group.trajectories)))
+            for group in (sampled_by(stock, all_by(0, one)) for one in random_groups(0, 2))])
+        return started(run, config).train(0).weights_digest
+
+    assert trained("weighted", WEIGHTED) == trained("named", main=1.0, len=-0.01)
+    assert trained("again", WEIGHTED) != trained("ones", main=1.0, len=1.0)
 
 
 def test_a_proximal_pass_takes_its_time_and_counts_in_the_flops(tmp_path):

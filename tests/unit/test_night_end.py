@@ -5,22 +5,27 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from prefect.client.schemas.objects import State
+from prefect.exceptions import TerminationSignal
 
+from flows.command import INTERRUPTED
 from flows.console import Console
-from flows.ending import Start
-from flows.finishing import finish
+from flows.ending import Flow, Start
+from flows.finishing import _ended, finish
+from flows.nightly import nightly
 from flows.presets import settings_of
 from rl_core.errors import ConfigError, LearnerDead, RunIsAlive
 from rl_core.nightly.nights import Night, NightRun, put_night, run_keys
 from rl_core.run_dir import put_if_absent, replace_file, to_json
-from tasks.night_end import compare_night, training_failure
+from tasks.night_end import compare_night, end_night, training_failure
 from tasks.night_files import (
     TAG_NIGHT,
     TAG_PARENT,
+    has_ended,
     has_verdict,
     night_dir,
     night_of,
@@ -35,6 +40,7 @@ from tasks.night_files import (
 from tasks.paths import run_dir
 from tests.looking import small_run
 from tests.unit.test_launch import DONE, SUMMARY
+from tests.unit.test_notifying import webhook
 
 
 @pytest.fixture
@@ -175,3 +181,63 @@ def test_a_night_that_has_ended_is_shown_and_one_that_has_not_needs_a_server(
     shutil.rmtree(run_dir(night.runs[1].run_key).root)
     with pytest.raises(ConfigError, match="tiny-gpu"):
         finish(start, replace(night, preset="tiny-gpu"))
+
+
+# -- a night that is stopped
+
+STOPS = {"SIGINT": KeyboardInterrupt(), "SIGTERM": TerminationSignal(15)}
+
+
+@pytest.mark.parametrize(("name", "stop"), STOPS.items(), ids=STOPS)
+def test_a_night_that_is_stopped_behind_its_training_is_cancelled_and_told(
+        night: Night, monkeypatch: pytest.MonkeyPatch, name: str, stop: BaseException) -> None:
+    def stopped(night: Night) -> None:
+        raise stop
+
+    monkeypatch.setattr("tasks.night_end.compare_night", compare_night.fn)
+    monkeypatch.setattr("tasks.night_end.track_missed", stopped)
+    monkeypatch.setattr("tasks.night_end.tell_night", lambda markdown, what: None)
+    with webhook() as (url, told):
+        monkeypatch.setenv("HOOK", url)
+        ended = end_night(replace(night, notify="env:HOOK"))
+    why = f"night {night.key}: stopped by {name} at its tracking; Retry, or `headway rerun {night.key}`, goes on " \
+          "from there"
+    assert isinstance(ended, State) and ended.is_cancelled() and ended.message == why
+    assert [(note["verdict"], note["reasons"]) for note in told] == [("stopped", [why])]
+    assert has_verdict(night) and not has_ended(night)
+
+
+def test_a_rerun_that_is_stopped_behind_training_says_what_goes_on(night: Night) -> None:
+    trained(*(run.run_key for run in night.runs))
+    out = io.StringIO()
+    start = Start(Console(out), None, True, True, verb="rerun")
+    assert _ended(start, night, Flow("CANCELLED"), None) == INTERRUPTED
+    *words, last = out.getvalue().splitlines()
+    assert "stopped by SIGINT before the night was told; its runs are trained" in words
+    assert f"  go on    headway rerun {night.key}" in words and json.loads(last)["status"] == "completed"
+
+
+# -- Retry
+
+def test_retry_of_a_night_that_was_begun_does_not_need_its_preset(night: Night, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    """Nor what it was asked for at first: what it has stored holds."""
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(night.flow_run_id))
+    trained(*(run.run_key for run in night.runs))
+    compare_night.fn(night)
+    put_ended(night)
+    told = nightly.fn(preset="gone.yaml", name="other")
+    assert isinstance(told, dict) and (told["night"], told["verdict"]) == (night.key, "keep")
+
+
+def test_retry_tells_that_a_run_that_is_not_begun_cannot_be(night: Night, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = night.runs
+    trained(first.run_key)
+    shutil.rmtree(run_dir(second.run_key).root)
+    replace_file(night_dir(night.key).night, to_json(asdict(replace(night, preset="gone.yaml", notify="env:HOOK"))))
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(night.flow_run_id))
+    monkeypatch.setattr("tasks.night_end.tell_night", lambda markdown, what: None)
+    with webhook() as (url, told), pytest.raises(ConfigError, match=r"gone\.yaml"):
+        monkeypatch.setenv("HOOK", url)
+        nightly.fn(preset="gone.yaml")
+    assert [(note["night"], note["verdict"]) for note in told] == [(night.key, "failed")]

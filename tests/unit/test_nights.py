@@ -21,6 +21,7 @@ from rl_core.nightly.nights import (
     NightRun,
     Outcome,
     good_before,
+    is_later,
     keys_for,
     matrix_of,
     nights_in,
@@ -29,6 +30,7 @@ from rl_core.nightly.nights import (
     read_night,
     read_outcome,
     run_keys,
+    told_outcome,
 )
 from rl_core.run_dir import RunDir, put_if_absent, replace_file, to_json
 
@@ -116,6 +118,33 @@ def test_good_nights_are_those_before_that_were_promoted_or_kept(tmp_path: Path)
     found = list(good_before(nights_in(tmp_path), night("now", due=6)))
     assert found == ["c", "a"]
     assert list(good_before(nights_in(tmp_path / "nowhere"), night("now", due=6))) == []
+
+
+LATER: dict[str, tuple[tuple[Night | None, int], int, bool]] = {
+    "a later night, registered before": ((night("tuesday", due=2), 5), 6, True),
+    "a later night, registered after": ((night("tuesday", due=2), 7), 6, True),
+    "an earlier night": ((night("sunday", due=0), 5), 6, False),
+    "an earlier night, finished still later": ((night("sunday", due=0), 7), 6, False),
+    "itself": ((night("monday", due=1), 6), 6, False),
+    "of the same moment, registered after": ((night("other", due=1), 7), 6, True),
+    "a night that is gone, registered before": ((None, 5), 6, False),
+    "a night that is gone, registered after": ((None, 7), 6, True)}
+
+
+@pytest.mark.parametrize(("champion", "version", "expected"), LATER.values(), ids=LATER)
+def test_a_champion_of_a_later_night_is_told_by_when_it_was_due(champion: tuple[Night | None, int], version: int,
+                                                                expected: bool) -> None:
+    assert is_later(champion, (night("monday", due=1), version)) is expected
+
+
+def test_people_are_told_that_a_promotion_came_too_late(tmp_path: Path) -> None:
+    place = NightDir(tmp_path)
+    put_outcome(place, outcome("monday"))
+    assert told_outcome(place).verdict == "promote"
+    put_if_absent(place.version, to_json({"name": "nightly", "version": 6, "directory": "/m", "stays": "5 stays"}))
+    told = told_outcome(place)
+    assert (told.verdict, told.reasons) == ("keep", ("5 stays", "so it is"))
+    assert read_outcome(place).verdict == "promote", "what came out is recorded as it was"
 
 
 COMPONENTS = {

@@ -114,7 +114,8 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "learner.loss.entropy_coef": (["learner.loss.entropy_coef=0.01"], None),
     "learner.loss.truncated": (["learner.loss.truncated=mask"], None),
     "learner.loss.overlong_buffer": (["learner.loss.truncated=penalty", "learner.loss.overlong_buffer=2"], None),
-    "learner.loss.overlong_factor": (["learner.loss.overlong_factor=0.5"], None),
+    "learner.loss.overlong_factor": (["learner.loss.truncated=penalty", "learner.loss.overlong_buffer=2",
+                                      "learner.loss.overlong_factor=0.5"], None),
     "learner.loss.top_entropy_quantile": (["learner.loss.top_entropy_quantile=0.2"], None),
     "learner.loss.behavior_penalty": (["learner.loss.behavior_penalty=0.1"], None),
     "learner.loss.delta": (["learner.loss.delta=1.5"], None),
@@ -125,7 +126,7 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "learner.loss.coef": (["learner.loss.name=kl_cov", "learner.loss.coef=1"], None),
     "learner.loss.tau": (["learner.loss.name=m2po", "learner.loss.tau=0.1"], None),
     "learner.loss.opsm_delta": (["learner.loss.name=opsm", "learner.loss.opsm_delta=0.1"], None),
-    "learner.loss.anchor": (["learner.loss={name: opsm, opsm_delta: 0.1, anchor: proximal}"], None),
+    "learner.loss.anchor": (["learner.loss={name: opsm, opsm_delta: 0.1, anchor: proximal}", "learner.passes=2"], None),
     "learner.loss.ratio_cap": (["learner.loss.name=dppo_tv", "learner.loss.ratio_cap=5"], None),
     "learner.loss.tau_positive": (["learner.loss.name=sapo", "learner.loss.tau_positive=2"], None),
     "learner.loss.tau_negative": (["learner.loss.name=sapo", "learner.loss.tau_negative=2"], None),
@@ -134,33 +135,36 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "learner.loss.ratio_high": (["learner.loss.name=cispo", "learner.loss.ratio_high=5"], None),
     "learner.correction.mode": (["learner.correction.mode=bypass"], None),
     "learner.correction.weights": (["learner.correction.weights=token_truncate"], None),
-    "learner.correction.icepop_low": (["learner.correction.icepop_low=0.8"], None),
-    "learner.correction.icepop_high": (["learner.correction.icepop_high=2"], None),
+    "learner.correction.icepop_low": (["learner.correction.weights=token_icepop",
+                                       "learner.correction.icepop_low=0.8"], None),
+    "learner.correction.icepop_high": (["learner.correction.weights=token_icepop",
+                                        "learner.correction.icepop_high=2"], None),
     "learner.correction.normalize": (["learner.correction.weights=token_truncate",
                                       "learner.correction.normalize=true"], None),
     "learner.correction.rejection": (["learner.correction.rejection=[{rule: token_k1, high: 2}]"], None),
     "learner.correction.rejected": (["learner.correction.rejection=[{rule: token_k1, high: 2}]",
                                      "learner.correction.rejected=exclude"], None),
     "learner.kl.use": (["learner.kl.use=loss"], None),
-    "learner.kl.estimator": (["learner.kl.estimator=k2"], None),
-    "learner.kl.coef": (["learner.kl.coef=0.1"], None),
-    "learner.kl.unbiased": (["learner.kl.unbiased=true"], None),
-    "learner.kl.target": (["learner.kl.target=0.1"], None),
-    "learner.kl.horizon": (["learner.kl.horizon=100"], None),
+    "learner.kl.estimator": (["learner.kl.use=loss", "learner.kl.estimator=k2"], None),
+    "learner.kl.coef": (["learner.kl.use=loss", "learner.kl.coef=0.1"], None),
+    "learner.kl.unbiased": (["learner.kl.use=loss", "learner.kl.unbiased=true"], None),
+    "learner.kl.target": (["learner.kl.use=reward", "learner.kl.target=0.1"], None),
+    "learner.kl.horizon": (["learner.kl.use=reward", "learner.kl.target=0.1", "learner.kl.horizon=100"], None),
     "learner.reference.refresh_every": (["learner.kl.use=loss", "learner.reference.refresh_every=10"], None),
-    "learner.reference.refresh_mix": (["learner.reference.refresh_mix=0.5"], None),
-    "learner.critic.lr": (["learner.critic.lr=1e-4"], None),
-    "learner.critic.weight_decay": (["learner.critic.weight_decay=0.1"], None),
-    "learner.critic.max_grad_norm": (["learner.critic.max_grad_norm=0.5"], None),
+    "learner.reference.refresh_mix": (["learner.kl.use=loss", "learner.reference.refresh_every=10",
+                                       "learner.reference.refresh_mix=0.5"], None),
+    "learner.critic.lr": (["learner.advantage.name=gae", "learner.critic.lr=1e-4"], None),
+    "learner.critic.weight_decay": (["learner.advantage.name=gae", "learner.critic.weight_decay=0.1"], None),
+    "learner.critic.max_grad_norm": (["learner.advantage.name=gae", "learner.critic.max_grad_norm=0.5"], None),
     "learner.critic.warmup_steps": (["learner.advantage.name=gae", "learner.critic.warmup_steps=5"], None),
-    "learner.critic.clip": (["learner.critic.clip=0.2"], None),
+    "learner.critic.clip": (["learner.advantage.name=gae", "learner.critic.clip=0.2"], None),
     "learner.teacher.use": (["learner.teacher.use=loss"], "needs the directory of a teacher"),
-    "learner.teacher.coef": (["learner.teacher.coef=0.5"], None),
-    "learner.teacher.estimator": (["learner.teacher.estimator=k2"], None),
-    "learner.teacher.top_k": (["learner.teacher.top_k=8"], None),
+    "learner.teacher.coef": (["learner.teacher.coef=0.5"], "nothing reads it without learner.teacher.use"),
+    "learner.teacher.estimator": (["learner.teacher.estimator=k2"], "nothing reads it without learner.teacher.use"),
+    "learner.teacher.top_k": (["learner.teacher.top_k=8"], "nothing reads it without learner.teacher.use"),
     "learner.resampling": (["learner.resampling=max_min"], None),
-    "learner.resampling_power": (["learner.resampling_power=1"], None),
-    "learner.correction.cap": (["learner.correction.cap=1.5"], None),
+    "learner.resampling_power": (["learner.resampling=pow", "learner.resampling_power=1"], None),
+    "learner.correction.cap": (["learner.correction.weights=token_truncate", "learner.correction.cap=1.5"], None),
     "learner.passes": (["learner.passes=2"], None),
     "learner.minibatch_groups": (["learner.minibatch_groups=6"], None),
     "learner.lr": (["learner.lr=1e-5"], None),
@@ -184,6 +188,7 @@ AMENDED: dict[str, tuple[list[str], str | None]] = {
     "scoring.model.label": (["scoring.model.label=1"], None),
     "scoring.model.squash": (["scoring.model.squash=true"], None),
     "scoring.model.right": (["scoring.model.right=0.5"], None),
+    "scoring.model.dtype": (["scoring.model.dtype=bfloat16"], None),
 }
 """Field -> the --set values that amend it (others with it where it means nothing alone), and why it is refused."""
 
@@ -231,6 +236,14 @@ def test_no_run_is_amended_to_an_estimator_whose_baseline_its_groups_have_not(tm
     run = new_run(tmp_path / "runs" / "k", wanted("learner.advantage.name=rloo"))
     now = wanted("learner.advantage.name=remax", base=read_identity(run).config)
     with pytest.raises(ConfigError, match="name: run k has sampled for rloo, without a greedy"):
+        open_identity(run, "k", "tiny-cpu", now, amend=True)
+    assert current_revision(run) == 0
+
+
+def test_no_run_is_amended_to_an_estimator_that_its_rewards_are_not_for(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "runs" / "k", wanted("reward=./mine.py:score"))
+    now = wanted("learner.advantage.name=maxrl", base=read_identity(run).config)
+    with pytest.raises(ConfigError, match="name: takes rewards of at least 0, and those that groups of run k have"):
         open_identity(run, "k", "tiny-cpu", now, amend=True)
     assert current_revision(run) == 0
 
@@ -528,7 +541,7 @@ LEARNED = {
     "learner.critic.lr": ["learner.advantage.name=gae", "learner.critic.lr=1e-3"],
 }
 NO_DIFFERENCE_HERE = {"learner.advantage.group_of_one", "learner.loss.dual_clip", "learner.loss.truncated",
-                      "learner.correction.cap", "staleness.policy", "learner.metrics"}
+                      "staleness.policy", "learner.metrics"}
 """Settings that the claims of this test give nothing to act on."""
 
 

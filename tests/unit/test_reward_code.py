@@ -14,6 +14,7 @@ import pytest
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RewardError
 from rl_core.plan import check
+from rl_core.rollout.rewards import sandbox
 from rl_core.rollout.rewards.code import OUTCOMES, CodeLimits, Trial, program_of, read_tests, same_output, scorer_of
 from rl_core.rollout.rewards.scoring import Scorer, make_scorer
 from rl_core.types import Prompt
@@ -99,6 +100,16 @@ def test_a_program_that_never_ends_is_not_run_for_every_test() -> None:
     begun = time.monotonic()
     found = scorer_of(CodeLimits(**{**LIMITS, "time_s": 0.3, "partial": True}))("while True: pass", SUMS)
     assert found["ended_time"] == 1.0 and time.monotonic() - begun < 4.0
+
+
+def test_starts_of_the_interpreter_are_none_of_an_answers_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "child.py"
+    slow.write_text("import runpy, time\ntime.sleep(0.5)\n"
+                    f"runpy.run_path({str(sandbox.CHILD)!r}, run_name='__main__')\n")
+    monkeypatch.setattr(sandbox, "CHILD", slow)
+    score = scorer_of(CodeLimits(**{**LIMITS, "total_s": 1.2}))
+    assert score("print(int(input()) + 1)", SUMS)["correct"], "three starts take longer than that"
+    assert score("import time\ntime.sleep(0.6)\nprint(int(input()) + 1)", SUMS)["ended_time"] == 1.0
 
 
 @pytest.fixture

@@ -49,7 +49,8 @@ TEXT = "<|im_start|>user\n3 1 2<|im_end|>\n<|im_start|>assistant\n1 2 3<|im_end|
 
 
 def task(directory: Path, **changes: object) -> dict:
-    return {"path": str(directory), "label": None, "squash": False, "right": None, "threads": 1, **changes}
+    return {"path": str(directory), "label": None, "squash": False, "right": None, "threads": 1,
+            "device": "cpu", "dtype": "float32", **changes}
 
 
 def test_the_reward_is_the_classifiers_output_for_prompt_and_answer_as_one_chat(directory: Path) -> None:
@@ -59,6 +60,20 @@ def test_the_reward_is_the_classifiers_output_for_prompt_and_answer_as_one_chat(
     chat = [{"role": "user", "content": "3 1 2"}]
     squashed = scorer_of(task(directory, squash=True, right=0.0))("1 2 3", "", chat)
     assert squashed == {"reward": pytest.approx(1 / (1 + np.exp(-value)), rel=1e-5), "correct": True}
+
+
+def test_it_computes_in_bfloat16_near_float32_and_only_where_there_is_a_device(directory: Path) -> None:
+    exact, rounded = (scorer_of(task(directory, dtype=dtype))("1 2 3", "", "3 1 2")["reward"]
+                      for dtype in ("float32", "bfloat16"))
+    assert 0 < abs(rounded - exact) < 0.05 * max(1.0, abs(exact))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"scoring.model.device: .*sees no GPU.*rollout.engine.device"):
+            scorer_of(task(directory, device="cuda"))
+
+
+def test_a_trial_of_it_needs_no_gpu(directory: Path) -> None:
+    assert check_reward(resolve(load_preset("tiny-cpu"), parse_overrides(
+        ["reward=reward_model", f"scoring.model.path={directory}", "scoring.model.device=cuda"]))) == ()
 
 
 def test_an_answer_that_is_longer_than_the_model_reads_is_an_error(directory: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rl_core.advantage_settings import PartsAdvantage
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RewardError
 from rl_core.offline import reward_of
 from rl_core.plan import check, parse_overrides, resolve
-from rl_core.rollout.rewards.scoring import Scorer, check_reward, make_scorer
+from rl_core.reward_settings import estimator_of
+from rl_core.rollout.rewards.scoring import Scorer, check_reward, make_scorer, make_training_scorer
 from rl_core.rollout.rewards.weighted import add_up
 from rl_core.types import Prompt, Score
 
@@ -125,6 +128,48 @@ def test_gdpo_needs_a_reward_that_gives_parts_in_its_trial(tmp_path: Path) -> No
         "learner.advantage.parts: the reward gave main, short, short.length in its trial on rows.jsonl:1, and not "
         "shrot; a step ends the run if no answer of it has such a part",)
     assert check_reward(with_gdpo(config()), cwd=tmp_path) == (), "without a row nothing is tried"
+
+
+def test_gdpo_has_the_weights_of_the_reward_unless_it_has_its_own() -> None:
+    def weights(settings: Config, *recorded: str) -> dict[str, float]:
+        found = estimator_of(settings, recorded)
+        assert isinstance(found, PartsAdvantage)
+        return {one.part: one.weight for one in found.parts}
+
+    settings = config({**SHORT, "weight": -0.01}, TAGS, weight=2.0)
+    every = ("main", "short", "short.length", "tags")
+    assert weights(with_gdpo(settings), *every) == {"main": 2.0, "short": -0.01, "tags": 0.5}, "and no part of a part"
+    assert weights(with_gdpo(settings), "main", "short") == {"main": 2.0, "short": -0.01}, "tags came by an amendment"
+    assert set(weights(with_gdpo(settings))) == {"main", "short", "tags"}, "none of them: the estimator refuses it"
+    assert weights(with_gdpo(settings, "short.length"), *every) == {"short.length": 1.0}
+    assert weights(with_gdpo(config()), *every) == {}, "all of a function's own"
+    assert estimator_of(settings, every) == settings.learner.advantage
+
+
+def with_maxrl(settings: Config) -> Config:
+    return resolve(settings.model_dump(mode="json"), {"learner": {"advantage": {"name": "maxrl"}}})
+
+
+def test_a_negative_reward_fails_its_answer_by_name_under_maxrl(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    taking = config({**SHORT, "weight": 0.25})
+    with closing(make_training_scorer(with_maxrl(taking), cwd=tmp_path)) as scorer:
+        with pytest.raises(RewardError, match=r"^the reward is -0.75, and .*maxrl takes rewards of") as failed:
+            scorer(prompt(), "123")
+        assert failed.value.reason == "reward_negative"
+        assert scorer(prompt(), "42").reward == 0.5, "and the next answer is scored"
+    with closing(make_training_scorer(taking, cwd=tmp_path)) as scorer:
+        assert scorer(prompt(), "123").reward == -0.75, "under another estimator"
+    with closing(make_scorer(with_maxrl(taking), cwd=tmp_path)) as scorer:
+        assert scorer(prompt(), "123").reward == -0.75, "in a validation"
+
+
+def test_maxrl_is_refused_where_the_right_answer_has_a_negative_reward_in_its_trial(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    with pytest.raises(ConfigError, match=r"^learner.advantage.name: takes rewards of at least 0, and it was -1 in its "
+                                          r"trial on rows.jsonl:1, .*\(got 'maxrl'\)"):
+        check_reward(with_maxrl(config({**SHORT, "weight": 1.0})), cwd=tmp_path, rows=Rows())
+    assert check_reward(with_maxrl(config(SHORT)), cwd=tmp_path, rows=Rows()) == ()
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -13,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from rl_core.rollout.rewards import sandbox
-from rl_core.rollout.rewards.sandbox import Ended, Limits, SandboxMissing, check_sandbox, run_program
+from rl_core.rollout.rewards.sandbox import CHILD, Ended, Limits, NotStarted, SandboxMissing, check_sandbox, run_program
 from tasks import keeper
 
-LIMITS = Limits(time_s=0.4, memory_bytes=256 << 20, output_bytes=1 << 16)
+LIMITS = Limits(time_s=1.0, memory_bytes=256 << 20, output_bytes=1 << 16)
 HERE = os.getpid()
+HAS_LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
 
 ENDS: dict[str, tuple[str, Ended]] = {
     "a sum": ("print(int(input()) + 1)", "finished"),
     "leaves in order": ("import sys\nprint(42)\nsys.exit(0)", "finished"),
+    "reads its input by name": ("print(int(open('/dev/stdin').read()) + 1)", "finished"),
     "threads": ("import threading\nt = threading.Thread(target=print, args=(42,))\nt.start()\nt.join()", "finished"),
     "an event loop": ("import asyncio\nasync def f(): print(42)\nasyncio.run(f())", "finished"),
     "an error": ("1 / 0", "error"),
@@ -46,6 +49,8 @@ ENDS: dict[str, tuple[str, Ended]] = {
     "raises its limits": ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "error"),
     "says that it has finished": ("import os\nfor i in range(3, 30):\n    try: os.write(i, b'finished')\n    except "
                                   "OSError: pass\nos._exit(0)", "error"),
+    "says that it is not confined": ("import os\nfor i in range(3, 30):\n    try: os.write(i, b'unconfined')\n    "
+                                     "except OSError: pass\nos._exit(0)", "error"),
 }
 
 
@@ -64,10 +69,10 @@ def test_no_file_is_made_changed_or_removed(tmp_path: Path) -> None:
     tries = ["open(mine, 'w')", "open(mine, 'a')", "open(mine, 'r+b')", "os.unlink(mine)", "os.rename(mine, '/tmp/x')",
              "os.truncate(mine, 0)", "os.chmod(mine, 0)", "os.utime(mine)", "os.mkdir(mine + '2')",
              "os.symlink('/', mine + '2')", "os.link(mine, mine + '2')", "os.mknod(mine + '2')",
-             "shutil.rmtree(os.path.dirname(mine))", "os.memfd_create('x')",
+             "os.rmdir(os.path.dirname(mine))", "os.memfd_create('x')",
              "os.open('/tmp', os.O_RDWR | os.O_TMPFILE)"]
     program = f"""
-import os, shutil
+import os
 mine = {str(mine)!r}
 for each in {tries!r}:
     try:
@@ -81,6 +86,68 @@ open(mine, "w")
     assert done.output.splitlines() == [f"{each} {errno.EROFS}" for each in tries] and done.ended == "files"
     assert mine.read_text() == "here" and mine.stat().st_mode & 0o777 == 0o644
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+READS = """
+import os
+for place in places:
+    try:
+        (os.listdir if os.path.isdir(place) else open)(place)
+        print("read")
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+def started_by(monkeypatch: pytest.MonkeyPatch, directory: Path, before: str) -> None:
+    """From now on the process of a program does this before it confines itself."""
+    script = directory / "child.py"
+    script.write_text(f"import sys, time\nsys.path.insert(0, {str(CHILD.parent)!r})\nimport sandbox_child\n"
+                      f"del sys.path[0]\n{before}\nsandbox_child.main()\n")
+    monkeypatch.setattr(sandbox, "CHILD", script)
+
+
+@pytest.mark.skipif(not HAS_LANDLOCK, reason="this kernel has no Landlock")
+def test_a_program_reads_libraries_and_nothing_else(tmp_path: Path) -> None:
+    mine, limits = tmp_path / "mine", replace(LIMITS, time_s=10.0, memory_bytes=1 << 30)
+    mine.write_text("here")
+    places = [str(mine), str(tmp_path), str(Path(__file__).parents[2] / "README.md"), "/", "/etc/passwd",
+              f"/proc/{HERE}/mem", f"/proc/{HERE}/environ", "/proc/self/maps"]
+    done = run_program(f"places = {places!r}{READS}open(places[0])", limits=limits)
+    assert done.output.splitlines() == [str(errno.EACCES)] * len(places) and done.ended == "files"
+    imports = "import ssl, sqlite3, zoneinfo, numpy\nprint(numpy.arange(3).sum())"
+    assert run_program(imports, limits=limits).output == "3\n"
+
+
+def test_a_kernel_without_landlock_runs_programs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by(monkeypatch, tmp_path, "sandbox_child.LANDLOCK_CREATE = 4999")
+    done = run_program(f"places = [{str(tmp_path)!r}]{READS}open('/tmp/x', 'w')", limits=replace(LIMITS, time_s=5.0))
+    assert (done.output, done.ended) == ("read\n", "files")
+
+
+def test_the_start_of_the_interpreter_is_none_of_the_programs_time(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by(monkeypatch, tmp_path, "time.sleep(1.5)")
+    done = run_program("print(int(input()) + 1)", limits=LIMITS, stdin="41\n")
+    assert (done.ended, done.output) == ("finished", "42\n") and done.seconds < LIMITS.time_s
+    assert run_program("while True: pass", limits=replace(LIMITS, time_s=0.2)).ended == "time"
+
+
+LATE = {"never ready": ("time.sleep(60)", 0.5, r"was not ready within 0\.5 s"),
+        "ends by itself": ("sys.exit(7)", 10.0, "ended with exit code 7 at its start"),
+        "is killed": ("import os; os.kill(os.getpid(), 9)", 10.0, "ended with exit code -9 at its start")}
+
+
+@pytest.mark.parametrize(("before", "start_s", "words"), LATE.values(), ids=LATE)
+def test_a_process_that_never_gets_ready_is_no_end_of_the_program(before: str, start_s: float, words: str,
+                                                                  tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by(monkeypatch, tmp_path, before)
+    monkeypatch.setattr(sandbox, "START_S", start_s)
+    begun = time.monotonic()
+    with pytest.raises(NotStarted, match=f"the process for a program {words}; the program was not run"):
+        run_program("print(42)", limits=replace(LIMITS, time_s=60.0))
+    assert time.monotonic() - begun < 8.0
 
 
 def test_a_program_sees_neither_the_environment_nor_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:

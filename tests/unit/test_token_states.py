@@ -35,6 +35,7 @@ LEARNER: dict[str, dict[str, Any]] = {
     "by token": {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}},
     "whitened over the claim": {"advantage": {"name": "reinforce_plus_plus_baseline"}},
     "parts": {"advantage": {"name": "gdpo"}},
+    "parts by name": {"advantage": {"name": "gdpo", "parts": [{"part": "b", "weight": -0.5}, {"part": "a"}]}},
     "cut answers masked": {"loss": {"truncated": "mask"}},
     "cut answers absent": {"loss": {"truncated": "exclude"}},
     "long answers penalised": {"loss": {"truncated": "penalty", "overlong_buffer": 6, "overlong_factor": 0.5}},
@@ -94,6 +95,17 @@ def test_masks_and_advantages_are_those_of_the_learner(tmp_path: Path, learner: 
     found_T = token_advantages(sampled, state_T, config)
     assert np.isnan(found_T[state_T != IN_LOSS]).all()
     np.testing.assert_array_equal(found_T[state_T == IN_LOSS], advantage_T.numpy()[state_T == IN_LOSS])
+
+
+def test_advantages_of_weighted_rewards_are_those_of_the_same_parts_by_name(tmp_path: Path) -> None:
+    named = {"learner": {"advantage": {"name": "gdpo", "parts": [{"part": "a", "weight": -0.01}]}}}
+    weighted = {"learner": {"advantage": {"name": "gdpo"}},
+                "scoring": {"parts": [{"part": "a", "reward": "exact", "weight": -0.01}]}}
+    claim, _, sampled = claimed(RunDir(tmp_path), "keep")
+    by_name, by_weight = (token_advantages(sampled, token_states(sampled, claim, config), config)
+                          for config in map(Config.model_validate, (named, weighted)))
+    np.testing.assert_array_equal(by_weight, by_name)
+    assert np.nanmax(np.abs(by_weight)) > 0.5
 
 
 def test_a_token_says_why_it_is_not_in_the_loss(tmp_path: Path) -> None:

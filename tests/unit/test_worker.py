@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 
 from rl_core.config import Config
-from rl_core.errors import DeadPart, FailureBudgetSpent, RewardError, RewardTimeout, WeightsDamaged, WorkerDead
+from rl_core.errors import (
+    DeadPart,
+    FailureBudgetSpent,
+    RewardError,
+    RewardNegative,
+    RewardTimeout,
+    WeightsDamaged,
+    WorkerDead,
+)
 from rl_core.experience.outcomes import outcome_ids, read_outcome
 from rl_core.experience.shards import verify_shard
 from rl_core.experience.verify import map_shard
@@ -525,8 +533,10 @@ BAD_ANSWERS: dict[str, tuple[Callable[[GenerateRequest], Completion | Exception]
     "cancelled by nobody": (lambda r: completion(r, "123", finish="cancelled"), "sample_refused"),
     "reward raises": (lambda r: completion(r, "666"), "reward_error"),
     "reward hangs": (lambda r: completion(r, "777"), "reward_timeout"),
+    "reward below 0 under maxrl": (lambda r: completion(r, "888"), "reward_negative"),
 }
-FAILURES = {"666": RewardError("reward f: raised"), "777": RewardTimeout("reward f: no answer")}
+FAILURES = {"666": RewardError("reward f: raised"), "777": RewardTimeout("reward f: no answer"),
+            "888": RewardNegative("the reward is -1")}
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)

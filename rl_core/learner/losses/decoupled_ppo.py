@@ -3,9 +3,9 @@
 Hilton et al. (arXiv 2110.00641); AReaL (arXiv 2505.24298).
 """
 
+from rl_core.correction_settings import DECOUPLED_CAP
 from rl_core.learner.losses.ppo_clip import token_loss
 
 __all__ = ["CAP", "token_loss"]
 
-CAP = 5.0
-"""Cap of the token weights prox/mu that decoupled_ppo brings along."""
+CAP = DECOUPLED_CAP

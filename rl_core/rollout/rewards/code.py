@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast, get_args
@@ -125,12 +124,13 @@ def scorer_of(limits: CodeLimits) -> Callable[[str, str], dict[str, Any]]:
 def run_tests(program: str, tests: list[Trial], limits: Limits, total_s: float, *, every: bool) -> tuple[int, str]:
     """`(passed tests, outcome)`: until the first that fails, or of `every` one. The outcome is of the first that fails.
 
-    A program over its time is not run again, and none is after `total_s`: the tests that are left have failed.
+    A program over its time is not run again, and none is after `total_s` of their own time: the tests that are left
+    have failed.
     """
-    begun, passed, outcome = time.monotonic(), 0, "right"
+    spent_s, passed, outcome = 0.0, 0, "right"
     for test in tests:
-        left_s = total_s - (time.monotonic() - begun)
-        ended = _run_test(program, test, limits, left_s) if left_s > 0 else "time"
+        ended, seconds = _run_test(program, test, limits, total_s - spent_s) if spent_s < total_s else ("time", 0.0)
+        spent_s += seconds
         passed += ended == "right"
         outcome = ended if outcome == "right" else outcome
         if ended == "time" or (ended != "right" and not every):
@@ -138,10 +138,12 @@ def run_tests(program: str, tests: list[Trial], limits: Limits, total_s: float, 
     return passed, outcome
 
 
-def _run_test(program: str, test: Trial, limits: Limits, left_s: float) -> str:
+def _run_test(program: str, test: Trial, limits: Limits, left_s: float) -> tuple[str, float]:
+    """`(how it ended, seconds)`"""
     within = Limits(time_s=min(limits.time_s, left_s), memory_bytes=limits.memory_bytes,
                     output_bytes=limits.output_bytes)
     done = run_program(program, limits=within, stdin=test.stdin, tests=test.statements)
     if done.ended != "finished":
-        return done.ended
-    return "right" if test.expected is None or same_output(done.output, test.expected) else "wrong"
+        return done.ended, done.seconds
+    passed = test.expected is None or same_output(done.output, test.expected)
+    return "right" if passed else "wrong", done.seconds

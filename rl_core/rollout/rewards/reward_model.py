@@ -25,6 +25,8 @@ class ModelTask(TypedDict):
     squash: bool
     right: float | None
     threads: int
+    device: str
+    dtype: str
 
 
 def check_classifier(path: str, label: int | None) -> None:
@@ -57,15 +59,19 @@ def scorer_of(task: ModelTask) -> Callable[..., dict[str, Any]]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.set_num_threads(task["threads"])
+    device = task["device"]
+    if device == "cuda" and not torch.cuda.is_available():
+        refuse("scoring.model.device", device, "the process that scores sees no GPU: it has those of its rollout "
+               "worker (rollout.engine.device); set cpu, or give the worker one")
     directory = str(Path(task["path"]).expanduser())
     load: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(directory, **load)
     model, told = cast(Any, AutoModelForSequenceClassification).from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True, **load)
+        directory, dtype=getattr(torch, task["dtype"]), output_loading_info=True, **load)
     if told["missing_keys"]:
         raise ConfigError(f"{FIELD}: {directory} lacks {sorted(told['missing_keys'])[:3]}: its score would be of "
                           "weights drawn by lot")
-    model.eval()
+    model.to(device).eval()
     context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
 
     def score(answer: str, truth: str, prompt: Any = None) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def scorer_of(task: ModelTask) -> Callable[..., dict[str, Any]]:
         if context and len(ids) > context:
             raise ValueError(f"prompt and answer have {len(ids)} tokens, and the reward model takes {context}")
         with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([ids])).logits[0]
+            logits = model(input_ids=torch.tensor([ids], device=device)).logits[0].float()
         value = logits[task["label"] or 0]
         reward = float(value.sigmoid() if task["squash"] else value)
         right = task["right"]

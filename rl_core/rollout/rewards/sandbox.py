@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from rl_core.rollout.rewards.sandbox_child import READY
+
 Ended = Literal["finished", "error", "time", "memory", "output", "processes", "network", "files", "crashed"]
 """`finished`: to its end, whatever it printed. `error`: an error that it did not catch, or `exit` before its tests.
 `time`, `memory`, `output`: over that limit. `processes`, `network`, `files`: an uncaught error of trying to start a
-process, to open a socket, to write a file. `crashed`: by a signal."""
+process, to open a socket, to write a file or to read one that is kept from it. `crashed`: by a signal."""
 START_S = 10.0
 """The interpreter, until it has confined itself; counts apart from the program's time."""
+CHILD = Path(__file__).with_name("sandbox_child.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +50,16 @@ class Finished:
     detail: str
     """The error, for people."""
     seconds: float
+    """Of the program, without the start of its interpreter."""
 
 
 class SandboxMissing(OSError):
     """This machine has no such sandbox: nothing was run."""
+
+
+class NotStarted(OSError):
+    """The process was not ready within START_S, or ended before: nothing was run, and nothing is known of the program.
+    """
 
 
 def check_sandbox() -> None:
@@ -64,20 +73,22 @@ def check_sandbox() -> None:
 def run_program(source: str, *, limits: Limits, stdin: str = "", tests: str = "") -> Finished:
     """Run a Python program, and behind it `tests` in its names. Returns when its process is gone.
 
-    Raises SandboxMissing if the process could not be confined, and then the program was not run.
+    Raises SandboxMissing if the process could not be confined, NotStarted if it did not come so far; then the program
+    was not run.
     """
     token = secrets.token_hex(16)
-    begun = time.monotonic()
     task = json.dumps({"source": source, "tests": tests, "token": token}).encode("utf-8", "surrogateescape")
     with _Child(limits, task, stdin.encode("utf-8", "replace")) as child:
-        over = child.read(begun + START_S + limits.time_s, limits)
-    seconds = time.monotonic() - begun
-    output = child.output.decode("utf-8", "replace")
-    word, _, detail = child.said.decode("utf-8", "replace").partition(" ")
-    if word == "unconfined":
-        raise SandboxMissing(f"a program could not be confined: {detail}")
-    return Finished(ended=over or _ended(word, token, child.process.returncode), output=output, detail=detail,
-                    seconds=seconds)
+        over = child.read(limits)
+    code = child.process.returncode
+    word, _, detail = child.said.decode("utf-8", "replace").removeprefix(READY).partition(" ")
+    if child.began is None:
+        if word == "unconfined":
+            raise SandboxMissing(f"a program could not be confined: {detail}")
+        why = f"was not ready within {START_S:g} s" if over == "time" else f"ended with exit code {code} at its start"
+        raise NotStarted(f"the process for a program {why}; the program was not run")
+    return Finished(ended=over or _ended(word, token, code), output=child.output.decode("utf-8", "replace"),
+                    detail=detail, seconds=time.monotonic() - child.began)
 
 
 def _ended(word: str, token: str, code: int) -> Ended:
@@ -95,11 +106,13 @@ class _Child:
 
     def __init__(self, limits: Limits, task: bytes, stdin: bytes) -> None:
         self.output = self.said = b""
+        self.began: float | None = None
+        """When it was ready, and the program began (monotonic seconds)."""
         self._task, self._stdin = task, stdin
         given, self._give = os.pipe()
         self._say, saying = os.pipe()
         cpu_s = int(limits.time_s) + 2  # the wall clock comes first; this holds where nobody looks at it
-        command = [sys.executable, "-I", "-B", str(Path(__file__).with_name("sandbox_child.py")), json.dumps(
+        command = [sys.executable, "-I", "-B", str(CHILD), json.dumps(
             {"memory_bytes": limits.memory_bytes, "cpu_s": cpu_s, "given": given, "saying": saying})]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL, pass_fds=(given, saying), cwd="/",
@@ -121,8 +134,9 @@ class _Child:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
-    def read(self, deadline: float, limits: Limits) -> Ended | None:
-        """Feed and read until it ends; which limit it went over, if any."""
+    def read(self, limits: Limits) -> Ended | None:
+        """Feed and read until it ends; which limit it went over, if any. `time` before `began`: that of its start."""
+        deadline = time.monotonic() + START_S
         assert self.process.stdin is not None and self.process.stdout is not None
         stdin, stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         left = {self._give: self._task, stdin: self._stdin}
@@ -142,14 +156,15 @@ class _Child:
                         if not left[key.fd]:
                             selector.unregister(key.fd)
                             self._close(key.fd)
-                            if key.fd == self._give:  # it has the program: from now on it is the program's time
-                                deadline = min(deadline, time.monotonic() + limits.time_s + 0.5)
                         continue
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fd)
                     elif key.fd == self._say:
                         self.said = (self.said + data)[:4096]
+                        if self.began is None and self.said.startswith(READY.encode()):
+                            self.began = time.monotonic()  # from now on it is the program's time
+                            deadline = self.began + limits.time_s
                     else:
                         self.output += data
                         if len(self.output) > limits.output_bytes:

@@ -1,11 +1,13 @@
 """The process that runs a program of a model's: limits itself, gives up everything, then runs it (rewards.md 7).
 
 Started by `sandbox.py` as `python -I -B sandbox_child.py <limits as JSON>`, alone in its process: it imports nothing of
-Headway. The program comes on one descriptor, what became of it goes to another one, as one word and a text.
+Headway. The program comes on one descriptor; to another one goes READY when the program is about to begin, then what
+became of it, as one word and a text.
 
-What the kernel keeps from the program: memory (RLIMIT_AS), processor time, and by a seccomp filter every system call
-that is not named here. So it starts no process, opens no socket, creates, changes and removes no file, and sends no
-signal to another process. None of it needs root or a namespace. Linux on x86_64.
+What the kernel keeps from the program: memory (RLIMIT_AS), processor time, by a seccomp filter every system call that
+is not named here, and by Landlock, where the kernel has it, every file that is neither Python's nor the system's. So it
+starts no process, opens no socket, creates, changes and removes no file, reads no memory of another process and sends
+it no signal. None of it needs root or a namespace. Linux on x86_64.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
+READY = "ready\n"
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_SET_DUMPABLE = 1, 22, 38, 4
 FILTER = 2
 """SECCOMP_MODE_FILTER"""
@@ -60,7 +63,14 @@ THREAD = 0x00010000
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0o20000000
 """The last one is O_TMPFILE without O_DIRECTORY."""
 
-BY_ERRNO = {errno.EAGAIN: "processes", errno.ENETUNREACH: "network", errno.EROFS: "files", errno.ENOMEM: "memory"}
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, PATH_BENEATH = 444, 445, 446, 1
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
+READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache",
+            "/etc/localtime", "/dev/null", "/dev/urandom", "/sys/devices/system/cpu")
+"""What may be read beside the libraries of the interpreter; one that a machine does not have is left out."""
+
+BY_ERRNO = {errno.EAGAIN: "processes", errno.ENETUNREACH: "network", errno.EROFS: "files", errno.EACCES: "files",
+            errno.ENOMEM: "memory"}
 """What an uncaught error of the program says that it has tried."""
 
 
@@ -122,6 +132,28 @@ def rules(pid: int) -> bytes:
     return made.code
 
 
+def close_files(libc: ctypes.CDLL) -> None:
+    """From now on only libraries are read. Nothing is done where the kernel has no Landlock."""
+    handled = struct.pack("Q", READ_FILE | READ_DIR)
+    ruleset = libc.syscall(LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
+    if ruleset < 0:
+        return
+    prefixes = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
+    for path in (*READABLE, *(os.path.join(prefix, lib) for prefix in prefixes for lib in ("lib", "lib64"))):
+        try:
+            place = os.open(path, os.O_PATH)
+        except OSError:  # not on this machine
+            continue
+        rights = READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
+        failed = libc.syscall(LANDLOCK_ADD, ruleset, PATH_BENEATH, struct.pack("=Qi", rights, place), 0)
+        os.close(place)
+        if failed:
+            raise OSError(ctypes.get_errno(), f"Landlock takes no rule for {path}")
+    if libc.syscall(LANDLOCK_RESTRICT, ruleset, 0):
+        raise OSError(ctypes.get_errno(), "Landlock restricts nothing")
+    os.close(ruleset)
+
+
 def confine(memory_bytes: int, cpu_s: int) -> None:
     """Give up everything, for good. Raises OSError where the kernel does not take it."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -147,6 +179,7 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
         resource.setrlimit(which, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU first, which has a name of its own
     prctl(PR_SET_NO_NEW_PRIVS, 1)
+    close_files(libc)
     prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(program))
 
 
@@ -169,7 +202,7 @@ def run(source: str, tests: str) -> None:
 
 def main() -> None:
     """On the command line {memory_bytes, cpu_s, given, saying}, the last two descriptors: one has {source, tests,
-    token}, and to the other one the token is said of a program and tests that came to their end."""
+    token}, and to the other one READY is said, then the token of a program and tests that came to their end."""
     limits = json.loads(sys.argv[1])
     with os.fdopen(limits["given"], encoding="utf-8") as given:
         task = json.load(given)
@@ -180,6 +213,8 @@ def main() -> None:
         said.write(f"unconfined {error}")
         said.flush()
         os._exit(3)
+    said.write(READY)
+    said.flush()
     word = task["token"]
     try:
         run(task["source"], task["tests"])

@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 from rl_core.advantage_settings import PartsAdvantage
 from rl_core.config import Config
-from rl_core.errors import ConfigError, RewardError, refuse
+from rl_core.errors import ConfigError, RewardError, RewardNegative, refuse
 from rl_core.reward_settings import single_rewards
 from rl_core.rollout.rewards.code import CodeLimits
 from rl_core.rollout.rewards.exact import exact
@@ -59,6 +59,30 @@ class InlineScorer:
         """Nothing to end."""
 
 
+class AtLeastZero:
+    """A reward of which the estimator takes none below 0: such a one fails its answer by name, before it lands."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    def __call__(self, prompt: Prompt, text: str) -> Score:
+        score = self._scorer(prompt, text)
+        if score.reward < 0:
+            raise RewardNegative(f"the reward is {score.reward:g}, and learner.advantage.name=maxrl takes rewards of "
+                                 "at least 0")
+        return score
+
+    def close(self) -> None:
+        """End the reward's processes. Idempotent."""
+        self._scorer.close()
+
+
+def make_training_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequence[str] | None = None) -> Scorer:
+    """`make_scorer` for answers that are trained on: under maxrl a reward below 0 is a failure."""
+    scorer = make_scorer(config, cwd=cwd, allowed=allowed)
+    return AtLeastZero(scorer) if config.learner.advantage.name == "maxrl" else scorer
+
+
 def make_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequence[str] | None = None) -> Scorer:
     """The run's reward, `scoring.workers` calls side by side. `cwd` is the working directory of the command, which a
     process elsewhere must be told.
@@ -90,6 +114,8 @@ def function_scorer(config: Config, *, cwd: Path | None = None, allowed: Sequenc
     """
     code = cast(CodeLimits, config.scoring.code.model_dump()) if config.reward == "code" else None
     model = cast(ModelTask, config.scoring.model.model_dump()) if config.reward == "reward_model" else None
+    if model is not None and quiet:  # a trial: who plans a run need not have the GPUs of its workers
+        model["device"] = "cpu"
     return FunctionScorer(config.reward, cwd=cwd or Path.cwd(), deadline_s=config.deadlines.reward_s,
                           allowed=allowed_imports() if allowed is None else allowed, quiet=quiet,
                           signature=config.scoring.signature, answer_key=config.data.answer_key,
@@ -101,14 +127,21 @@ def check_reward(config: Config, *, cwd: Path | None = None, rows: Rows | None =
 
     Returns what a person should know of a function of theirs that works: that it prints, or leaks threads. Raises
     ConfigError if it cannot work: no function, columns that some row lacks, an answer by no deadline, no finite number,
-    no parts for gdpo. Without `rows` it is loaded only.
+    no parts for gdpo, less than 0 for maxrl. Without `rows` it is loaded only.
     """
     tried = [_check_one(each, cwd, rows) for each in single_rewards(config)]
     notes = tuple(note for told, _ in tried for note in told)
     scores = [score for _, score in tried if score is not None]
-    if rows is None or config.learner.advantage.name != "gdpo":
+    name = config.learner.advantage.name
+    if rows is None or name not in ("gdpo", "maxrl"):
         return notes
-    return (*notes, *_check_parts(config, _whole_score(config, scores), rows.first()[1]))
+    score, where = _whole_score(config, scores), rows.first()[1]
+    if name == "gdpo":
+        return (*notes, *_check_parts(config, score, where))
+    if score.reward < 0:
+        refuse("learner.advantage.name", name, f"takes rewards of at least 0, and it was {score.reward:g} in its trial "
+               f"on {where}, of the row's own answer; let the reward return 0 or more, or use grpo")
+    return notes
 
 
 def _whole_score(config: Config, scores: Sequence[Score]) -> Score:
