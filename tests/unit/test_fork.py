@@ -307,14 +307,17 @@ def test_a_fork_takes_the_orders_of_its_prompts_along(parent: RunDir) -> None:
 
 def test_killed_at_any_moment_a_fork_is_whole_or_not_there(parent: RunDir) -> None:
     before, runs, rng = digest_of(parent), parent.root.parent, random.Random(4)
-    for _ in range(8):
+    made: list[RunDir] = []
+    for kill in range(64):
         if (child := os.fork()) == 0:
             while True:
                 forked(parent, 4)
-        time.sleep(rng.uniform(0.02, 0.3))
+        time.sleep(rng.uniform(0.02, 0.3 + 0.03 * kill))  # on a busy machine none is finished sooner
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    made = [RunDir(path) for path in runs.iterdir() if not path.name.startswith(".") and path.name != KEY]
+        made = [RunDir(path) for path in runs.iterdir() if not path.name.startswith(".") and path.name != KEY]
+        if kill >= 7 and made:
+            break
     assert made, "some were finished"
     for run in made:
         assert read_identity(run).run_key == run.root.name
