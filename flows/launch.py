@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.command import FAILED, INTERRUPTED, TERMINATED, USERS_TO_MEND, failed, hush
 from flows.console import Console, amendment_text, cause_lines, failed_lines, stage, stopped_lines
-from flows.ending import STOPPED_BY, Flow, Start, brief, completed, refused, said
+from flows.ending import STOPPED_BY, Flow, Start, brief, completed, refused, said, stopped_behind
 from flows.following import run_flow, set_client
 from flows.presets import DEFAULT, base_of
 from rl_core.config import Config
@@ -254,6 +254,8 @@ def _ended(start: Start, flow: Flow, result: dict[str, Any], config: Config) -> 
         return refused(start.console, cause)
     if isinstance(cause, NightFailed):  # its run is trained, and the comparison behind it is not done
         return said(start, ["", *cause_lines(str(cause))], "completed", FAILED)
+    if flow.name == "CANCELLED" and status == "completed":  # its run is trained, its night not told
+        return stopped_behind(start, f"headway rerun {start.run_key}")
     if "completed" in (status, flow.name.lower()):
         if flow.name.lower() != "completed":
             start.console.line(f"  Prefect could not be told that the run completed: {brief(cause)}")

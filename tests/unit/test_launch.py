@@ -60,6 +60,15 @@ def test_a_run_that_is_alive_is_refused_whatever_an_earlier_start_wrote(
     assert capsys.readouterr().err == "error: RunIsAlive: pid 7 owns it\n"
 
 
+def test_a_night_that_is_stopped_behind_its_run_is_no_completed_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    out = io.StringIO()
+    start = Start(Console(out), None, True, False, verb="rerun", run_key="k")
+    assert _ended(start, Flow("CANCELLED"), DONE, Config()) == INTERRUPTED
+    assert "stopped by SIGINT before the night was told" in out.getvalue() and "headway rerun k\n" in out.getvalue()
+
+
 def test_what_fails_before_there_is_a_run_is_an_error_on_stderr_and_later_the_end_of_the_story(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
