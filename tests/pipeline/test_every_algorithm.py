@@ -50,8 +50,8 @@ SMALL = ("groups_per_step=4", "group_size=4", f"total_steps={STEPS}", f"data.siz
          "sampling.max_new_tokens=6", "reward=./mine.py:placed", "isolated=false")
 """Two updates a step, so that the policy leaves the proximal one; groups of the steps behind the first are stale, and
 answers to six digits are cut."""
-ROOM = "sampling.max_new_tokens=7"
-"""For an end behind six digits: else a step can be all of answers that are cut, and have no token in its loss."""
+MORE = "groups_per_step=8"
+"""So that not all answers of a step are cut: it would have no token in its loss."""
 RUNS: dict[str, tuple[str, ...]] = {
     # settings of `learner`, and others
     "ppo_clip-grpo": ("{loss: {name: ppo_clip}, advantage: {name: grpo}, kl: {use: loss, estimator: k2, coef: 0.1}, "
@@ -63,7 +63,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "clip_cov-grpo_passk": ("{loss: {name: clip_cov, share: 0.1, cov_low: 0, scope: micro_batch, truncated: mask}, "
                             "advantage: {name: grpo_passk}, kl: {use: loss, estimator: abs+, coef: 0.1}, "
                             "correction: {weights: sequence_truncate, rejection: [{rule: seq_sum_k1, high: 1.2}]}}",
-                            ROOM),
+                            MORE),
     "m2po-gdpo": ("{loss: {name: m2po, tau: 0.01}, advantage: {name: gdpo}, kl: {use: loss, estimator: k1+, coef: 0.1},"
                   " correction: {weights: geometric_truncate, rejection: [{rule: token_k3, high: 0.01}]}}",
                   "scoring.parts=[{part: short, reward: './mine.py:short', weight: 0.1}]"),
@@ -87,7 +87,7 @@ RUNS: dict[str, tuple[str, ...]] = {
                       "kl: {use: loss, estimator: k2+, coef: 0.1}, "
                       "correction: {mode: bypass, rejection: [{rule: seq_mean_k2, high: 0.001}]}}",),
     "sapo-gpg": ("{loss: {name: sapo, truncated: exclude, top_entropy_quantile: 0.8}, advantage: {name: gpg}, "
-                 "kl: {use: loss, estimator: abs, coef: 0.1}, resampling: max_random}", ROOM),
+                 "kl: {use: loss, estimator: abs, coef: 0.1}, resampling: max_random}", MORE),
     "gmpo-optimal_token_baseline": (
         "{loss: {name: gmpo}, advantage: {name: optimal_token_baseline}, "
         "correction: {weights: function, path: './hooks.py:correction'}}",),

@@ -93,7 +93,7 @@ def test_a_critic_that_is_stopped_goes_on_from_its_checkpoint_bit_by_bit(home: H
     assert records[0].weights_digest == records[1].weights_digest != records[2].weights_digest
     assert len({record.roles["critic"] for record in records}) == 8
     assert records[0].metrics["critic/explained_variance"] <= 1e-6  # all values are 0
-    assert records[7].metrics["critic/value_loss"] < records[0].metrics["critic/value_loss"]
+    assert all(abs(record.metrics["critic/explained_variance"]) > 1e-3 for record in records[2:]), "they are not 0 now"
     saved = newest_whole(run)
     assert saved is not None and saved.state.n == 8 and "critic/head.weight" in saved.roles
     replayed = home.call("replay", "critic", "--steps", "6:8", "--json")
