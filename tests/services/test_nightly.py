@@ -291,7 +291,7 @@ def test_a_night_made_worse_on_purpose_is_not_promoted_and_says_why(home: Nights
 def killed(home: Nights, pending: tuple[str, float]) -> tuple[str, str, float]:
     """A night in the middle of its training whose process and worker are killed: flow run, key, when. It has no
     `notify`: who is told of it is that of the deployed nightly."""
-    wait_until(lambda: 5 < time.time() % 120 < 45, 120, "it will be in its training while the clock has no night")
+    wait_until(lambda: not 60 < time.time() % 120 < 105, 60, "it will be in its training while the clock has no night")
     flow_run = home.submit("nightly/faults", name="killed", overrides=TINY | {"total_steps": 400})
     home.make_webhook("crashes")
     done = home.call("deploy", "--param", "notify=block:webhook/crashes", "--param", "notify_on=trouble")
