@@ -232,18 +232,19 @@ def test_a_training_field_is_amended_from_the_next_step_or_refused_with_its_reas
         open_identity(run, "k", "tiny-cpu", before)
 
 
-def test_no_run_is_amended_to_an_estimator_whose_baseline_its_groups_have_not(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "runs" / "k", wanted("learner.advantage.name=rloo"))
-    now = wanted("learner.advantage.name=remax", base=read_identity(run).config)
-    with pytest.raises(ConfigError, match="name: run k has sampled for rloo, without a greedy"):
-        open_identity(run, "k", "tiny-cpu", now, amend=True)
-    assert current_revision(run) == 0
+LANDED = {
+    # began with, amended to -> why what has landed does not do
+    "without a baseline": ("learner.advantage.name=rloo", "remax", "run k has sampled for rloo, without a greedy"),
+    "rewards below 0": ("reward=./mine.py:score", "maxrl",
+                        "takes rewards of at least 0, and those that groups of run k have")}
 
 
-def test_no_run_is_amended_to_an_estimator_that_its_rewards_are_not_for(tmp_path: Path) -> None:
-    run = new_run(tmp_path / "runs" / "k", wanted("reward=./mine.py:score"))
-    now = wanted("learner.advantage.name=maxrl", base=read_identity(run).config)
-    with pytest.raises(ConfigError, match="name: takes rewards of at least 0, and those that groups of run k have"):
+@pytest.mark.parametrize(("began", "estimator", "why"), LANDED.values(), ids=LANDED)
+def test_no_run_is_amended_to_an_estimator_that_what_has_landed_is_not_for(tmp_path: Path, began: str, estimator: str,
+                                                                           why: str) -> None:
+    run = new_run(tmp_path / "runs" / "k", wanted(began))
+    now = wanted(f"learner.advantage.name={estimator}", base=read_identity(run).config)
+    with pytest.raises(ConfigError, match=f"name: {why}"):
         open_identity(run, "k", "tiny-cpu", now, amend=True)
     assert current_revision(run) == 0
 
