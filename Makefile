@@ -23,12 +23,14 @@ TRL_VENV ?= .venv-trl
 TRL_PINS := tests/peer/requirements.txt
 TRL_STAMP := $(TRL_VENV)/.pins-$(shell cksum < $(TRL_PINS) | cut -d ' ' -f 1)
 SET ?=
-# Tests of deadlines have at most one other beside them. The longest files come first, also of `make test-services`.
+# Tests of deadlines have at most one other beside them. The longest files come first, also of `make test-services`:
+# files are named one by one, since pytest sorts what stands in a directory, also where some of it is named before.
 DEADLINES := $(addprefix tests/,pipeline/test_stops.py pipeline/test_failures.py contract/test_cluster.py \
 	contract/test_services.py chaos)
 OTHERS := $(filter-out $(DEADLINES),$(wildcard tests/pipeline/test_*.py tests/contract/test_*.py)) \
 	tests/architecture tests/unit
-LONGEST := nightly.py kept_services.py
+LONGEST := $(addprefix tests/services/test_,nightly.py kept_services.py)
+SERVICES := $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/services/test_*.py))
 KILLED := test_owner_and_learner_killed_between_two_publications_the_same_command_goes_on
 PYTEST := $(BIN)/python -m pytest -m 'not slow and not gpu and not sglang and not services and not browser and not peer'
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -107,8 +109,7 @@ test-peer: $(DEV_STAMP) $(TRL_STAMP)
 
 test-services: $(DEV_STAMP)
 	@$(PIP) install -qq $(CONSTRAIN) -e '.[postgres]' || echo 'psycopg could not be installed: tests of PostgreSQL are skipped'
-	$(BIN)/python -m pytest -m 'services and not browser' -n 2 $(BY_FILE) $(addprefix tests/services/test_,$(LONGEST)) \
-		tests/services $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'services and not browser' -n 2 $(BY_FILE) $(SERVICES) $(PYTEST_ARGS)
 
 test-browser: $(DEV_STAMP)
 	$(need_browser)
