@@ -40,13 +40,15 @@ STUDY ?=
 STUDY_REPORT ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev sglang trl smollm quickstart test test-algorithms test-runs test-services test-browser screenshots test-sglang test-sglang-slow test-peer test-all chaos soak lint bench study study-report lock clean
+.PHONY: help venv dev sglang trl smollm quickstart test test-algorithms test-gpu test-runs test-services test-browser screenshots test-sglang test-sglang-slow test-peer test-all chaos soak lint bench study study-report lock clean
 
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
+	@echo 'make venv         install alone'
 	@echo 'make test         install, then the tests (nine minutes on two cores)'
 	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (four minutes)'
 	@echo 'make test-algorithms  a whole run of every estimator, loss, correction and model beside the policy (at most 20 minutes)'
+	@echo 'make test-gpu     what is promised of a CUDA device, on a machine that has one (docs/gpus.md)'
 	@echo 'make smollm       the pretrained model of the preset smollm-cpu: 100 MB, and what reads it'
 	@echo 'make sglang       the environment of an SGLang server without a GPU, about 3 GB, and two minutes'
 	@echo 'make test-sglang  what is promised of real SGLang servers, against them (at most eight minutes)'
@@ -95,6 +97,9 @@ test-runs: $(DEV_STAMP)
 # Whole runs on a small model, one after the other; test_every_algorithm.py leaves no name out, and replays each run.
 test-algorithms: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m algorithms tests/pipeline tests/unit tests/contract/test_hooks.py $(PYTEST_ARGS)
+
+test-gpu: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 test-sglang: $(DEV_STAMP) $(SGLANG_STAMP)
 	$(BIN)/python -m pytest -m 'sglang and not slow and not gpu' tests/contract $(PYTEST_ARGS)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from flows.command import answer, hush
-from flows.presets import DEFAULT, load_preset
+from flows.presets import load_preset
 from rl_core.errors import ConfigError, DataError, DeadlinePassed
-from rl_core.plan import merge, parse_overrides, resolve
+from rl_core.plan import merge, parse_overrides, resolve, toy_words
 
 HEAD, TAIL = 24, 16
 """Tokens of a long prompt that are shown."""
@@ -23,26 +23,16 @@ def check_files(files: Sequence[str], preset: str, overrides: Sequence[str], *, 
 
 def _checked(files: Sequence[str], preset: str, overrides: Sequence[str], row: int) -> dict[str, Any]:
     """Raises DataError or ConfigError with everything that there is to say of them."""
-    given: dict[str, Any] = {}
-    try:
-        given = parse_overrides(overrides)
-        if files:
-            given = merge({"data": {"validation": None}}, merge(given, {"data": {"train": list(files)}}))
-        config = resolve(load_preset(preset), given)
-        from tasks.data_check import check_data
+    given = parse_overrides(overrides)
+    if files:
+        given = merge({"data": {"validation": None}}, merge(given, {"data": {"train": list(files)}}))
+    config = resolve(load_preset(preset), given)
+    from tasks.data_check import check_data
 
+    try:
         return check_data(config, row=row)
     except (ConfigError, DataError, DeadlinePassed) as error:  # rows that do not come in time are none
-        raise DataError("\n".join([str(error), *_toy(str(error), preset, given)])) from error
-
-
-def _toy(why: str, preset: str, given: dict[str, Any]) -> list[str]:
-    """People check their rows before they have chosen a model: it is the default's that refuses them."""
-    if preset != DEFAULT or "model" in given or "token" not in why:
-        return []
-    longest = load_preset(DEFAULT)["data"]["max_prompt_tokens"]
-    return [f"this was checked for the model of preset {DEFAULT}, which knows digits, small letters and {longest} "
-            "tokens a prompt; for a model of yours add --preset local-model-cpu --set model.path=DIR"]
+        raise DataError("\n".join([str(error), *toy_words(config, str(error))])) from error
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:

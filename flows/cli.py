@@ -81,6 +81,16 @@ def plan(preset: OwnPreset = None, set_: Set = [], run_key: RunKey = None, amend
 
 
 @app.command()
+def settings(of: Annotated[str, typer.Argument(metavar="[NAME]", help="One setting, or all below a name: "
+                                               "learner.loss; else all.")] = "",
+             json_: Json = False) -> None:
+    """Every setting with its values, default and meaning. Starts nothing."""
+    from flows.listing import show_settings
+
+    raise typer.Exit(show_settings(of, as_json=json_))
+
+
+@app.command()
 def status(run_key: Key,
            watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until the run ends; with --json a "
                                                                "line each time.")] = False,

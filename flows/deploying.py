@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.command import answer, hush
-from flows.presets import load_preset
+from flows.presets import load_preset, nested
 from rl_core.errors import ConfigError
+from rl_core.plan import check_tracking
 
 
 def deploy(*, directory: str | None, prefect_file: str | None, cron: str | None, timezone: str | None,
@@ -55,6 +56,7 @@ def nightly_parameters(params: Sequence[str]) -> dict[str, Any]:
     from prefect.exceptions import ParameterTypeError, SignatureMismatchError
 
     from flows.nightly import nightly
+    from tasks.destination import flatten
 
     known = inspect.signature(nightly.fn).parameters
     if unknown := sorted(set(found) - set(known)):
@@ -70,6 +72,8 @@ def nightly_parameters(params: Sequence[str]) -> dict[str, Any]:
         logger.disabled = before
     if "preset" in given:
         load_preset(given["preset"])
+    for tree in (given.get("overrides") or {}, *(given.get("matrix") or ())):  # Prefect stores and shows them
+        check_tracking(flatten(nested(tree)).get("tracking.uri"))
     return found
 
 

@@ -23,12 +23,13 @@ from pydantic import Field
 from flows.presets import DEFAULT, load_preset, nested, settings_of
 from flows.train import train_run
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, ConfigError, NightFailed
+from rl_core.errors import BrokenFile, ConfigError
 from rl_core.plan import make_plan, resolve
 from tasks import signals
 from tasks.inspection import is_completed
 from tasks.night_end import (
     end_night,
+    failures_told,
     signal_of,
     stopped_night,
     tell_failure,
@@ -115,18 +116,16 @@ def run_night(night: Night, config: Config) -> dict[str, Any] | State[Any]:
         if has_ended(night):
             return words_of(night)
         try:
-            if night.is_matrix:
-                open_matrix(night, config)
-            for run in night.runs:
-                signals.check()  # one for which the run before was too near its end
-                stopped = _trained(night, run)
-                if stopped is not None:
-                    tell_failure(night, stopped.message or "", stopped=True)
-                    return stopped
-            return end_night(night)
-        except NightFailed as error:
-            tell_failure(night, str(error))
-            raise
+            with failures_told(night, "training"):
+                if night.is_matrix:
+                    open_matrix(night, config)
+                for run in night.runs:
+                    signals.check()  # one for which the run before was too near its end
+                    stopped = _trained(night, run)
+                    if stopped is not None:
+                        tell_failure(night, stopped.message or "", stopped=True)
+                        return stopped
+                return end_night(night)
         except (KeyboardInterrupt, TerminationSignal) as error:  # before a run, or between two of them
             return stopped_night(night, "training", signal_of(error) or "SIGTERM")
 

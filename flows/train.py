@@ -34,11 +34,12 @@ from rl_core.errors import WallTimeReached
 from rl_core.plan import make_plan, resolve
 from tasks import signals
 from tasks.checkpoint import checkpoint, checkpoint_due
+from tasks.destination import destination
 from tasks.night_end import after_training, judged_again
 from tasks.night_files import night_tags
 from tasks.offline import check_shards
 from tasks.owner import MAX_WALL_TIME, Owner, own_run, set_up
-from tasks.paths import new_run_key, run_dir
+from tasks.paths import headway_home, new_run_key, run_dir
 from tasks.report import publish_report
 from tasks.rollout import continuous_rollout, gather
 from tasks.training import train_step
@@ -86,6 +87,7 @@ def train_run(preset: str, config: Config, key: str, *, amend: bool = False, gro
               tags: Mapping[str, str] | None = None) -> dict[str, Any] | State[Any]:
     """What a flow does that begins a run, or goes on with it: bring it to its end. `tags`: of its MLflow run."""
     make_plan(config)  # the command has done this and more; a flow that Prefect starts has not
+    destination(config, headway_home())
     check_shards(run_dir(key), key, config)
     owner = own_run(preset, config, key, amend=amend, groups=groups, tags=tags)
     with signals.noted():

@@ -166,6 +166,8 @@ class LearnerConfig(Part):
     token_budget: int = environment(16384, "Tokens of one packed micro-batch.", ge=1)
     share_prefixes: bool = environment(True, "Compute a prompt once for all answers to it that share a micro-batch, "
                                        "and keep these together; false = once for every answer.")
+    recompute: bool = environment(False, "Keep only the input of each decoder block for the backward pass, and compute "
+                                  "the block again there: far fewer activations, about a third more time.")
     logits_chunk: int = environment(2048, "Rows of logits held at once.", ge=1)
     lr: float = training(1e-6, "Peak learning rate of AdamW.", gt=0)
     warmup_steps: int = training(5, "Training steps of linear warm-up.", ge=0)
@@ -454,7 +456,8 @@ class DeadlineConfig(Part):
 
 class TrackingConfig(Part):
     experiment: str = operational("headway", "MLflow experiment.")
-    uri: str | None = operational(None, "MLflow tracking URI; null = sqlite under HEADWAY_HOME.")
+    uri: str | None = operational(None, "MLflow tracking URI, or env:NAME of a variable that holds it, as one with a "
+                                        "password must; null = sqlite under HEADWAY_HOME.")
 
 
 class PrometheusConfig(Part):
@@ -472,8 +475,9 @@ class Config(Part):
     groups_per_step: int = identity(16, "B: groups consumed by one training step.", ge=1)
     group_size: int = identity(8, "n: answers per prompt.", ge=1)
     publish_every: int = identity(1, "K: training steps per publication of weights.", ge=1)
-    reward: str = training("exact", "`exact`, `regex`, `gsm8k`, `math_verify`, `code`, `reasoning_gym:<name>`, or a "
-                                    "function by path: `./file.py:function` or `package.module:function`.")
+    reward: str = training("exact", "`exact`, `regex`, `gsm8k`, `math_verify`, `code`, `judge`, `reward_model`, "
+                                    "`reasoning_gym:<name>`, or a function by path: `./file.py:function` or "
+                                    "`package.module:function`.")
     scoring: ScoringConfig = ScoringConfig()
     model: ModelConfig = Field(default_factory=TinyModel, json_schema_extra=of_kind("identity"))
     data: DataConfig = DataConfig()
@@ -602,17 +606,17 @@ def field_kinds(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, 
     """Kind of every leaf field by its dotted name: `{"groups_per_step": "identity", "data.train": "identity", ...}`."""
     kinds: dict[str, Kind] = {}
     for name, info in model.model_fields.items():
-        for part in _parts(info.annotation):
+        for part in parts_of(info.annotation):
             kinds |= field_kinds(part, f"{prefix}{name}.")
-        if not _parts(info.annotation):
+        if not parts_of(info.annotation):
             kinds[prefix + name] = cast(dict[str, Kind], info.json_schema_extra)["kind"]
     return kinds
 
 
-def _parts(annotation: Any) -> list[type[Part]]:
+def parts_of(annotation: Any) -> list[type[Part]]:
     """The settings models inside an annotation, also those of a union; a list of them is one field."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, Part) else []
     if get_origin(annotation) is tuple:
         return []
-    return [part for inner in getattr(annotation, "__args__", ()) for part in _parts(inner)]
+    return [part for inner in getattr(annotation, "__args__", ()) for part in parts_of(inner)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rl_core.config import field_kinds
 
 NOT_HERE = "not here"
+WEIGHTS_TRAVEL = "weights.store, rollout.engine.transport: `disk` or `shm`; to servers `disk` or `collective`"
 
 VERL = {
     # data
@@ -41,7 +42,7 @@ VERL = {
     "actor_rollout_ref.model.lora_rank": "learner.lora.rank: 0 is null",
     "actor_rollout_ref.model.lora_alpha": "learner.lora.alpha",
     "actor_rollout_ref.model.target_modules": "learner.lora.target_modules: all-linear is the empty list",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "not here: `learner.token_budget` bounds the activations",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "learner.recompute",
     "actor_rollout_ref.model.use_remove_padding": "not here: sequences are always packed",
     "actor_rollout_ref.hybrid_engine": "not here: rollout workers and learner are always apart",
     "actor_rollout_ref.actor.strategy": "not here: one process, and FSDP2 from `learner.ranks=2` on",
@@ -103,7 +104,7 @@ VERL = {
     "actor_rollout_ref.rollout.calculate_log_probs": "not here: always recorded",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "learner.token_budget: tokens, not answers",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "learner.token_budget",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend": "weights.store: `disk` or `shm`",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": WEIGHTS_TRAVEL,
     "actor_rollout_ref.rollout.multi_turn.*": "rollout.session: a function of yours says what the model is asked next",
     "actor_rollout_ref.rollout.agent.*": "rollout.session: a function of yours says what the model is asked next",
     "actor_rollout_ref.rollout.val_kwargs.n": "validation.n",
@@ -151,7 +152,7 @@ VERL = {
     "trainer.project_name": "tracking.experiment",
     "trainer.experiment_name": "not here: `--run-key` names the run",
     "trainer.logger": "not here: MLflow, always; `tracking.uri` says where",
-    "trainer.nnodes": "learner.ranks: all of them",
+    "trainer.nnodes": "learner.ranks: the GPUs of one host",
     "trainer.n_gpus_per_node": "learner.ranks: all of them",
     "trainer.device": "learner.device, rollout.engine.device",
     "trainer.resume_mode": "not here: the same command with the same `--run-key` goes on",
@@ -169,7 +170,8 @@ VERL = {
     "async_training.require_batches": "groups_per_step: require_batches x ppo_mini_batch_size",
     "async_training.partial_rollout": "not here: weights are always swapped under running answers; every token knows "
                                       "its version",
-    "async_training.use_trainer_do_validate": "not here: validation has an engine of its own",
+    "async_training.use_trainer_do_validate": "validation.engine: `embedded`, an engine of its own, or "
+                                              "`replica`, one of the servers",
     "rollout.total_rollout_steps": "total_steps: prompts there; divide by groups_per_step",
     "rollout.n": "group_size",
     "rollout.nnodes": "rollout.workers: engines, one on each GPU",
@@ -239,7 +241,7 @@ TRL = {
     "optim": "not here: always AdamW",
     "bf16": "learner.dtype: true is `bfloat16`; parameters and sums stay float32",
     "fp16": "not here: float32 or bfloat16 (`learner.dtype`)",
-    "gradient_checkpointing": "not here: `learner.token_budget` bounds the activations",
+    "gradient_checkpointing": "learner.recompute",
     "use_liger_kernel": "learner.logits_chunk: logits are never held for more rows than this",
     "disable_dropout": "not here: there is no dropout",
     "model_name_or_path": "model.path: with `model.type=local`; `hf:owner/name` for the hub",
@@ -252,13 +254,14 @@ TRL = {
     "dataset_name": "data.train: `hf:owner/name[:split]` for the hub",
     "train_dataset": "data.train",
     "eval_dataset": "data.validation",
-    "reward_funcs": "reward: one function; TRL's signature is understood",
+    "reward_funcs": "reward, scoring.parts: one function or named parts with weights; TRL's signature is understood",
     "reward_weights": "scoring.parts: each further reward has its weight; that of `reward` is `scoring.weight`",
-    "use_vllm": "not here: the engine is embedded (`rollout.engine.type`)",
-    "vllm_mode": "not here: the engine is embedded, in rollout workers of its own",
-    "vllm_gpu_memory_utilization": "not here: `rollout.engine.slots` bounds the engine's memory",
-    "vllm_tensor_parallel_size": "not here: an engine has one device; use more `rollout.workers`",
-    "vllm_server_base_url": "not here: the engine is embedded (`rollout.engine.type`)",
+    "use_vllm": "rollout.engine.type: `sglang`, or `torch`, the embedded engine; no vLLM",
+    "vllm_mode": "rollout.engine.type: the engine is in rollout workers of its own, or servers; no vLLM",
+    "vllm_gpu_memory_utilization": "rollout.engine.server_args: of engine `sglang`, --mem-fraction-static; `slots` "
+                                   "bounds an embedded one",
+    "vllm_tensor_parallel_size": "rollout.engine.tensor_parallel: of engine `sglang`; an embedded one has one device",
+    "vllm_server_base_url": "rollout.engine.urls: of engine `sglang`; no vLLM",
     "use_transformers_paged": "not here: the engine batches continuously, always",
     "use_transformers_continuous_batching": "not here: the engine batches continuously, always",
     "sync_ref_model": "learner.reference.refresh_every: its alpha is `learner.reference.refresh_mix`",
@@ -339,7 +342,7 @@ AREAL = {
     "actor.backend": "learner.ranks: `fsdp:d4` is 4",
     "actor.dtype": "learner.dtype",
     "actor.optimizer_dtype": "not here: parameters and optimizer are float32",
-    "actor.gradient_checkpointing": "not here: `learner.token_budget` bounds the activations",
+    "actor.gradient_checkpointing": "learner.recompute",
     "actor.disable_dropout": "not here: there is no dropout",
     "actor.attn_impl": "not here: the attention of packed sequences is Headway's",
     "actor.use_lora": "learner.lora.rank: null is false",
@@ -350,7 +353,7 @@ AREAL = {
     "actor.mb_spec.max_tokens_per_mb": "learner.token_budget",
     "actor.mb_spec.n_mbs": "not here: as many micro-batches as `learner.token_budget` makes",
     "actor.enable_tree_training": "learner.share_prefixes: prompts are shared, not parts of answers",
-    "actor.weight_update_mode": "weights.store: `disk` or `shm`",
+    "actor.weight_update_mode": WEIGHTS_TRAVEL,
     "actor.optimizer.type": "not here: always AdamW",
     "actor.optimizer.lr": "learner.lr",
     "actor.optimizer.weight_decay": "learner.weight_decay",
@@ -429,7 +432,7 @@ AREAL = {
     "sglang.*": "rollout.engine.server_args: as flags",
     "vllm.max_num_seqs": "rollout.engine.slots",
     "vllm.dtype": "rollout.engine.dtype",
-    "vllm.*": "not here: the engine is embedded (`rollout.engine.type`)",
+    "vllm.*": "rollout.engine.type: `sglang`, or `torch`, the embedded engine; no vLLM",
 }
 
 SLIME = {
@@ -440,7 +443,7 @@ SLIME = {
     "--save": "not here: runs lie under HEADWAY_HOME, by their `--run-key`",
     "--save-hf": "not here: `headway export` writes a Hugging Face directory",
     "--save-interval": "checkpoint.every",
-    "--actor-num-nodes": "learner.ranks: all of them",
+    "--actor-num-nodes": "learner.ranks: the GPUs of one host",
     "--actor-num-gpus-per-node": "learner.ranks: all of them",
     "--rollout-num-gpus": "rollout.workers: engines, one on each GPU",
     "--rollout-num-gpus-per-engine": "rollout.engine.tensor_parallel: of engine `sglang`; an embedded one has one "
@@ -450,9 +453,9 @@ SLIME = {
     "--tensor-model-parallel-size": "not here: FSDP2 over `learner.ranks`",
     "--pipeline-model-parallel-size": "not here: FSDP2 over `learner.ranks`",
     "--context-parallel-size": "not here: a sequence is on one rank",
-    "--expert-model-parallel-size": "not here: dense models",
+    "--expert-model-parallel-size": "not here: no expert parallelism; such models are trained, with a warning",
     "--sequence-parallel": "not here: a sequence is on one rank",
-    "--recompute-granularity": "not here: `learner.token_budget` bounds the activations",
+    "--recompute-granularity": "learner.recompute: `full` is true, always of one block at a time",
     "--attention-dropout": "not here: there is no dropout",
     "--sglang-mem-fraction-static": "rollout.engine.server_args: as the flag --mem-fraction-static",
     "--sglang-server-concurrency": "rollout.engine.max_running",
@@ -499,7 +502,7 @@ SLIME = {
     "--mask-offpolicy-in-partial-rollout": "staleness.policy: `mask`, for tokens over the bound",
     "--buffer-sort-by-staleness": "not here: the oldest groups are always consumed first",
     "--update-weights-interval": "publish_every",
-    "--update-weight-transport": "weights.store: `disk` or `shm`",
+    "--update-weight-transport": WEIGHTS_TRAVEL,
     "--rollout-health-check-timeout": "deadlines.call_s",
     "--use-fault-tolerance": "failure.worker_restarts: always on",
     # reward
@@ -507,7 +510,7 @@ SLIME = {
     "--custom-rm-path": "reward: `./file.py:function` or `package.module:function`",
     "--reward-key": "not here: in a dict, `score` or `reward` is the reward",
     "--group-rm": "not here: answers are scored one by one",
-    "--rm-url": "not here: no reward models; a function may ask one",
+    "--rm-url": "scoring.judge.url: with `reward=judge`; a classifier of your own is `reward=reward_model`",
     # algorithm
     "--advantage-estimator": "learner.advantage.name: `grpo`, `gspo` is `grpo` with the loss `gspo`; "
                              "`reinforce_plus_plus` and its baseline by their names",

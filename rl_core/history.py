@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rl_core.estimates import Estimate, wilson
 from rl_core.gaps import Gaps, found
 from rl_core.metrics import BY_NAME, is_part, names
-from rl_core.observations import read_observation
+from rl_core.observations import seen_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir, numbered, read_json
 from rl_core.types import StepRecord
@@ -59,10 +59,10 @@ def read_history(run: RunDir, *, last: int | None = None, gaps: Gaps | None = No
     """Records, observations and validations of the run so far; of the `last` recorded steps only, where given.
 
     With `gaps`, a record or validation that cannot be read is left out and noted; else it raises. An observation that
-    is absent is no gap: it is lost to people only.
+    is absent or cannot be read is no gap.
     """
     records = read_steps(run, last=last, gaps=gaps)
-    seen = [record.metrics | _observed(run, record.step, gaps) for record in records]
+    seen = [record.metrics | _observed(run, record.step) for record in records]
     parts = sorted({name for metrics in seen for name in metrics if is_part(name)})
     columns = {name: np.array([metrics.get(name, math.nan) for metrics in seen], np.float64)
                for name in (*names("learner"), *names("owner"), *parts)}
@@ -80,10 +80,8 @@ def read_steps(run: RunDir, *, last: int | None = None, gaps: Gaps | None = None
     return tuple(records)
 
 
-def _observed(run: RunDir, step: int, gaps: Gaps | None) -> dict[str, float]:
-    if not run.observation(step).exists():
-        return {}
-    observation = found(partial(read_observation, run, step), str(run.observation(step)), gaps)
+def _observed(run: RunDir, step: int) -> dict[str, float]:
+    observation = seen_observation(run, step)
     return {} if observation is None else {name: x for name, x in observation.metrics.items() if name in BY_NAME}
 
 

@@ -1,14 +1,19 @@
 """What the owner of a run saw of the rollout side beside training step k: `observations/step-<k>.json`, put-if-absent.
 
 They stand beside the records because the learner cannot see the workers and a record is written once. Nothing is
-decided by them, so they are not fsynced.
+decided by them, so they are not fsynced: a power loss may leave a name without bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from rl_core.gaps import Gaps, found
+from rl_core.metrics import names
+from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir, file_numbers, numbers, put_if_absent, read_json, to_json
 
 
@@ -32,6 +37,21 @@ def read_observation(run: RunDir, step: int) -> Observation:
     """Raises FileNotFoundError where step k has none."""
     payload = read_json(run.observation(step))
     return Observation(step=payload["step"], metrics=numbers(payload["metrics"]), ts_us=payload["ts_us"])
+
+
+def seen_observation(run: RunDir, step: int) -> Observation | None:
+    """What people are shown of it: None where step k has none, or one that cannot be read. That is no gap: it is lost
+    to people only. Raises FormatTooNew."""
+    return found(partial(read_observation, run, step), str(run.observation(step)), Gaps())
+
+
+def make_up_observations(run: RunDir) -> None:
+    """Give every recorded step an observation that can be read, if only of NaN: its owner was stopped before it wrote
+    that of the last ones, or a power loss tore them. For the owner, at a start."""
+    for step in recorded_steps(run):
+        if seen_observation(run, step) is None:
+            run.observation(step).unlink(missing_ok=True)
+            put_observation(run, step, dict.fromkeys(names("owner"), math.nan), read_record(run, step).ts_us)
 
 
 def observed_steps(run: RunDir) -> list[int]:

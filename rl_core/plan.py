@@ -6,8 +6,8 @@ imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import field as made_by
@@ -47,6 +47,7 @@ from rl_core.no_spread import check_no_spread, no_spread_warnings
 from rl_core.reward_settings import check_scoring, with_task
 from rl_core.roles.plan import asked_roles, held_role_bytes, policy_learns, role_words, saved_role_bytes
 from rl_core.schedules import checkpoints_at_once
+from rl_core.settings import unknown_setting
 from rl_core.validation_plan import check_validation, check_validation_inputs
 from rl_core.variants import carried, variants
 
@@ -62,6 +63,8 @@ VARIANTS: dict[str, Any] = {"learner.advantage": AdvantageConfig, "learner.loss"
 TYPES = {"model": ("tiny", "local"), "engine": ("torch", "sglang"), "advantage": tuple(variants(AdvantageConfig)),
          "loss": tuple(variants(LossConfig))}
 """Parts of several types: pydantic puts the type into the place of an error, which is no name of a setting."""
+PASSWORD = re.compile(r"(://[^:/@]*:)(?!\d*/).*@")
+"""From a URI's user to its host, with what is special left as it is in the password; no port with an @ behind it."""
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -156,9 +159,7 @@ def _unknown(name: str, value: Any) -> str:
         return f"{name}: belongs to another `{kind}` than the one that is set (got {value!r}); set both"
     if told := answer(name):
         return f"{name}: {told}"
-    last = name.rpartition(".")[2]
-    near = difflib.get_close_matches(name, known, 1) or [k for k in known if k.rpartition(".")[2] == last][:1]
-    return f"{name}: no such setting" + (f"; did you mean `{near[0]}`?" if near else "; see `headway plan`")
+    return unknown_setting(name, known)
 
 
 def _words(item: Any) -> str:
@@ -228,6 +229,10 @@ class InputFacts:
     """Of the float32 parameters of every model beside the policy, by role."""
     adapter_bytes: int = 0
     """Of the float32 parameters of an adapter that is trained in place of the model's; 0 without one."""
+    activation_bytes: int = 0
+    """About; of a full micro-batch on one learner rank. 0: not known."""
+    cache_bytes: int = 0
+    """About; of one embedded engine's keys and values. 0: none, or not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +267,10 @@ class Plan:
     """Estimate for the whole run, the copy of the initial model included."""
     memory_bytes: int
     """Estimate of parameters, gradients, optimizer, and one copy per engine or server, and for validation."""
+    activation_bytes: int
+    """Estimate for a full micro-batch on one learner rank, with the logits that are held at once; 0: not known."""
+    cache_bytes: int
+    """Estimate of one embedded engine's keys and values at their longest; 0: none, or not known."""
     gpus: dict[str, float]
     """That each role asks for: `{"learner": 4.0, "rollout": 3.0, "validation": 1.0}`; empty without a GPU."""
 
@@ -331,6 +340,7 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
     check_no_spread(config)  # of what a claim will leave out: a replay has its claim
     for check_new in (check_rewards, check_updates, check_idle):  # not in `check`: earlier versions stored such runs
         check_new(config)
+    check_tracking(config.tracking.uri)
     prompt = facts.longest_prompt if facts else config.data.max_prompt_tokens
     worst = GROUP_OVERHEAD_BYTES + BYTES_PER_TOKEN * (prompt + config.group_size * config.sampling.max_new_tokens)
     if config.rollout.session is not None:  # each answer with a prompt of its own
@@ -383,8 +393,18 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         memory_bytes=model_bytes * (config.learner.ranks + copies_of_weights(config) + 1)
         + 3 * trained_bytes * config.learner.ranks
         + config.learner.ranks * held_role_bytes(of_roles),
+        activation_bytes=facts.activation_bytes if facts else 0,
+        cache_bytes=facts.cache_bytes if facts else 0,
         gpus=gpus_by_role(config),
     )
+
+
+def check_tracking(uri: Any) -> None:
+    """Raises ConfigError for a `tracking.uri` with a password, which it does not show. Earlier versions stored them."""
+    if isinstance(uri, str) and PASSWORD.search(uri) is not None:
+        refuse("tracking.uri", PASSWORD.sub(r"\1***@", uri),
+               "settings are kept and shown in many places, and a password is for none of them; put the whole URI into "
+               "a variable, and write tracking.uri=env:NAME")
 
 
 def groups_at_once(config: Config) -> int:
@@ -433,6 +453,15 @@ def _check_inputs(config: Config, facts: InputFacts) -> None:
                f"the longest prompt with its answer has {longest} tokens; use at least that")
 
 
+def toy_words(config: Config, why: str) -> list[str]:
+    """People try their rows before they have chosen a model: what to say where it is the tiny one that refuses them."""
+    if not isinstance(config.model, TinyModel) or "token" not in why:
+        return []
+    return ["this was checked for the tiny model of preset tiny-cpu, which knows digits, small letters and "
+            f"{config.data.max_prompt_tokens} tokens a prompt; for a model of yours add --preset local-model-cpu --set "
+            "model.path=DIR"]
+
+
 def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
     """The plan as rows for people: (what, value)."""
     model = config.model.path or "to be set" if isinstance(config.model, LocalModel) else _tiny_words(config.model)
@@ -460,6 +489,10 @@ def describe(config: Config, plan: Plan) -> list[tuple[str, str]]:
         ("disk", f"about {_size(plan.disk_bytes)}{'' if known else ' beside the model'} of "
                  f"{_size(config.storage.bytes_quota)}"),
         ("memory of weights", f"about {_size(plan.memory_bytes)}" if known else "known with the model"),
+        *([("activations", f"about {_size(plan.activation_bytes)} on a learner rank, of {config.learner.token_budget} "
+                           "tokens (learner.token_budget, learner.recompute)")] if plan.activation_bytes else []),
+        *([("key/value cache", f"at most {_size(plan.cache_bytes)} an engine (rollout.engine.slots)")]
+          if plan.cache_bytes else []),
         *([("GPUs", _gpu_words(plan.gpus))] if plan.gpus else []),
     ]
 

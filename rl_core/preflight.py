@@ -15,6 +15,7 @@ from rl_core.engine_plan import missing_programs
 from rl_core.errors import ConfigError
 from rl_core.hooks.trial import check_hooks
 from rl_core.lora.plan import Linear, adapter_parameters, check_installed, check_layers
+from rl_core.memory import activation_bytes, cache_bytes
 from rl_core.model_setup import ModelFacts, check_model, is_kept_elsewhere, loaded_bytes, model_directory
 from rl_core.packaged_models import missing_packaged, packaged_model
 from rl_core.plan import InputFacts
@@ -117,6 +118,7 @@ def inspect_inputs(config: Config, models: Path | None = None, placed: Path | No
                        validation_rows=len(held_out.prompts), model_bytes=4 * model.parameters,
                        copied_bytes=found.copied_bytes + copied_role_bytes(config.learner),
                        role_bytes=role_bytes(config, roles, 4 * model.parameters),
+                       activation_bytes=activation_bytes(model, config.learner), cache_bytes=cache_bytes(model, config),
                        adapter_bytes=4 * adapter_parameters(lora, model.layers),
                        longest_validation=max((len(prompt.token_ids_P) for prompt in held_out.prompts), default=0),
                        context=model.context, vocabulary=model.vocabulary, dropped=prompts.dropped,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,6 +34,13 @@ def operational(default: Any, text: str, **limits: Any) -> Any:
 def environment(default: Any, text: str, **limits: Any) -> Any:
     """A field of where the run is run: free, but bit-identical replay is not promised across it."""
     return Field(default, description=text, json_schema_extra=of_kind("environment"), **limits)
+
+
+def unknown_setting(name: str, known: Sequence[str]) -> str:
+    """What is said of a name that no setting has: the nearest of those that are known, or where they all are."""
+    last = name.rpartition(".")[2]
+    near = difflib.get_close_matches(name, known, 1) or [k for k in known if k.rpartition(".")[2] == last][:1]
+    return f"{name}: no such setting" + (f"; did you mean `{near[0]}`?" if near else "; see `headway settings`")
 
 
 class Part(BaseModel):

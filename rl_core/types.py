@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "environment", "cancelled"]
 FINISH_CODES: dict[str, int] = {"stop": 0, "length": 1, "environment": 2}
 """Codes of the shard column `finish_reason`. Cancelled answers never land."""
 
-DropReason = Literal["stale", "all_masked", "wait_timeout", "partial", "filtered", "fenced"]
+DropReason = Literal["stale", "all_masked", "partial", "filtered", "fenced"]
 OutcomeKind = Literal["failed", "poison", "given_up", "filtered"]
 
 

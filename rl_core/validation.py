@@ -18,7 +18,7 @@ from rl_core.rollout.canary import check_adapter_served
 from rl_core.rollout.engine import Loan
 from rl_core.run_dir import RunDir, file_numbers, put_if_absent, read_json, to_json
 from rl_core.types import WeightVersion
-from rl_core.versions import pin, unpin
+from rl_core.versions import pin, unpin, validating_pin
 
 if TYPE_CHECKING:
     from rl_core.rollout.sglang.borrowing import Borrower
@@ -68,7 +68,7 @@ class Validator:
         Raises DeadlinePassed (deadlines.validation_s), RewardError if no answer at all could be scored, WeightsDamaged,
         DeadPart for a lent server that is gone, AdapterNotServed and EngineMismatch (rollout/canary.py).
         """
-        name = f"validation-{step:09d}"
+        name = validating_pin(step)
         with self._one:
             try:
                 return read_validation(self._run, step)

@@ -49,6 +49,11 @@ def put_version(run: RunDir, version: WeightVersion) -> bool:
     return put_if_absent(run.version(version.v), to_json(version.as_json()))
 
 
+def validating_pin(step: int) -> str:
+    """By which name a validator pins the version that it measures, with `step` training steps behind it."""
+    return f"validation-{step:09d}"
+
+
 def pin(run: RunDir, name: str, v: int) -> None:
     """Keep the bytes of version v until `unpin` by the same name. `pin(run, "validation-step-40", 12)`; idempotent.
 

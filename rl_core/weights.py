@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_core.config import Config
 from rl_core.errors import WeightsDamaged
-from rl_core.lora.canary import PROBE_FILE, Probe
+from rl_core.lora.canary import PROBE_FILE, Probe, read_probe
 from rl_core.run_dir import RunDir, check_attempt, numbered, put_if_absent, to_json
 from rl_core.types import WeightVersion
 from rl_core.versions import learn_versions, pinned_versions, put_version, read_versions
@@ -116,17 +116,18 @@ def load_weights(directory: Path, version: WeightVersion) -> dict[str, Tensor]:
 
 
 def publish(run: RunDir, tensors: Mapping[str, Tensor], step: int, idx: int, attempt: int, config: Config,
-            known: dict[int, WeightVersion] | None = None, probe: Probe | None = None) -> WeightVersion:
+            known: dict[int, WeightVersion] | None = None, probe: Probe | None = None,
+            digest: str | None = None) -> WeightVersion:
     """Make weights behind `step` training steps a version of the run, or adopt the one that is it already.
 
     A version of the same step and digest is adopted; its bytes are written again if they are gone (shared memory after
     a reboot). Other bytes for a step that has a version take a new v (`diverged` finds them). Old bytes are pruned
     afterwards. `known` are versions that the caller has read before (versions.learn_versions). `probe`: of an adapter
-    in them. Raises StaleAttempt if a newer attempt owns the run.
+    in them. `digest`: of the tensors, where the caller has it. Raises StaleAttempt if a newer attempt owns the run.
     """
     check_attempt(run, attempt)
     make_weights_root(run, config)
-    digest = digest_tensors(tensors.items())
+    digest = digest_tensors(tensors.items()) if digest is None else digest
     versions = learn_versions(run, {} if known is None else known)
     for version in versions.values():
         if (version.step, version.digest) == (step, digest):
@@ -134,7 +135,7 @@ def publish(run: RunDir, tensors: Mapping[str, Tensor], step: int, idx: int, att
             return version
     v = max(versions, default=-1) + 1
     while True:
-        if write_weights(run.weights(v), tensors, probe) or _holds(run.weights(v), digest):
+        if write_weights(run.weights(v), tensors, probe) or _holds(run.weights(v), digest, probe):
             version = WeightVersion(v=v, step=step, idx=idx, attempt=attempt, digest=digest)
             check_attempt(run, attempt)
             if put_version(run, version):
@@ -146,7 +147,7 @@ def publish(run: RunDir, tensors: Mapping[str, Tensor], step: int, idx: int, att
 
 def _ensure_bytes(run: RunDir, version: WeightVersion, tensors: Mapping[str, Tensor], probe: Probe | None) -> None:
     directory = run.weights(version.v)
-    if write_weights(directory, tensors, probe) or _holds(directory, version.digest):
+    if write_weights(directory, tensors, probe) or _holds(directory, version.digest, probe):
         return
     rotten = directory.with_name(f".{directory.name}.rotten-{secrets.token_hex(6)}.tmp")
     os.rename(directory, rotten)
@@ -154,9 +155,10 @@ def _ensure_bytes(run: RunDir, version: WeightVersion, tensors: Mapping[str, Ten
     write_weights(directory, tensors, probe)
 
 
-def _holds(directory: Path, digest: str) -> bool:
+def _holds(directory: Path, digest: str, probe: Probe | None) -> bool:
     try:
-        return digest_tensors(read_tensors(directory / WEIGHTS_FILE).items()) == digest
+        return digest_tensors(read_tensors(directory / WEIGHTS_FILE).items()) == digest \
+            and (probe is None or read_probe(directory) is not None)
     except WeightsDamaged:
         return False
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from rl_core.config import Config
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, refuse
+from rl_core.plan import PASSWORD
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import RunDir
 from tasks import databases, kept
@@ -37,11 +38,13 @@ def destination(config: Config, home: Path, environ: Mapping[str, str] = os.envi
     """`tracking.uri`, else MLFLOW_TRACKING_URI unless the run is isolated, else the database of `home`. Starts nothing.
 
     An address of the server that `headway services up` keeps means its database: a run writes there whether the server
-    is up or not, and finds its MLflow run again. Raises ConfigError for a bare path, which MLflow would take for its
-    retired file store.
+    is up or not, and finds its MLflow run again. `tracking.uri=env:NAME` is what the variable holds. Raises ConfigError
+    for a variable that is not there, and for a bare path, which MLflow would take for its retired file store.
     """
     ambient = None if config.isolated else environ.get("MLFLOW_TRACKING_URI")
     uri, why = (config.tracking.uri, "tracking.uri") if config.tracking.uri else (ambient, "MLFLOW_TRACKING_URI")
+    if uri and why == "tracking.uri" and uri.startswith("env:"):
+        uri = _held(uri, environ)
     root = home.resolve() / "mlflow"
     if not uri or (why == "MLFLOW_TRACKING_URI" and uri.rstrip("/") == kept.address(home, "mlflow")):
         own = "default" if databases.is_sqlite(home, "mlflow") else "chosen by `headway services up`"
@@ -52,6 +55,28 @@ def destination(config: Config, home: Path, environ: Mapping[str, str] = os.envi
     if uri.startswith("http"):
         return Destination(uri=uri, artifacts=None, why=why, page=redact(uri).rstrip("/"))
     return Destination(uri=uri, artifacts=(root / "artifacts").as_uri(), why=why)
+
+
+def _held(named: str, environ: Mapping[str, str]) -> str:
+    """The URI in the variable of `env:NAME`. Raises ConfigError, which says nothing of what the variable holds."""
+    name = named.removeprefix("env:")
+    uri = environ.get(name, "")
+    if not uri:
+        refuse("tracking.uri", named, f"there is no variable {name} in the environment, or it is empty")
+    if not _is_uri(uri):
+        refuse("tracking.uri", named, f"the variable {name} holds no URI; write sqlite:////path/mlflow.db, "
+               "http://user:password@host:port or postgresql://user:password@host:port/database into it, and what is "
+               "special in the password as %2F")
+    return uri
+
+
+def _is_uri(uri: str) -> bool:
+    """Whether it is one, and `redact` would find its password."""
+    try:
+        password = urlsplit(uri).password
+    except ValueError:
+        return False
+    return "://" in uri and (password is not None or PASSWORD.search(uri) is None)
 
 
 def destination_of(run: RunDir) -> Destination:

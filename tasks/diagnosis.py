@@ -15,18 +15,19 @@ import urllib.request
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import asdict
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, RunIsAlive
+from rl_core.errors import BrokenFile, ConfigError, RunIsAlive
 from rl_core.records import recorded_steps
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import Holder, RunDir, holder, json_values, newest_attempt, read_json
 from tasks import keeper, servers, services
 from tasks.databases import url as database_url
-from tasks.destination import destination, redact
+from tasks.destination import destination, redact, redact_in
 from tasks.hosted import here
 from tasks.inspection import open_run, read_result, read_status
 from tasks.leftovers import Member, homeless, members_but_owner
@@ -47,14 +48,16 @@ def diagnose(run_key: str | None) -> dict[str, Any]:
     home = headway_home()
     keys = [run_key] if run_key is not None else sorted(place.name for place in (home / "runs").glob("*")
                                                        if RunDir(place).run_json.exists())
-    runs = [run_report(key) for key in keys]
-    place = home_report(home, {run["tracking"] for run in runs})
+    seen = [run_report(key) for key in keys]
+    runs = [report for report, _ in seen]
+    place = home_report(home, {uri for _, uri in seen if uri is not None})
     wrong = len(place["findings"]) + sum(len(run["findings"]) for run in runs)
     return json_values({"healthy": wrong == 0, "home": place, "runs": runs})
 
 
 def home_report(home: Path, tracking: Iterable[str] = ()) -> dict[str, Any]:
-    """Room and databases. `tracking`: MLflow addresses of the runs, asked beside the default one."""
+    """Room and databases. `tracking`: MLflow addresses of the runs, with their passwords, asked beside the default one.
+    """
     findings, databases = list[dict[str, Any]](), list[dict[str, Any]]()
     there = next(path for path in (home, *home.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -74,21 +77,33 @@ def home_report(home: Path, tracking: Iterable[str] = ()) -> dict[str, Any]:
     return {"directory": str(home), "free_bytes": free, "databases": databases, "findings": findings}
 
 
-def run_report(run_key: str) -> dict[str, Any]:
-    """One run: owner, state, waits, actors, processes, room, and what is wrong with them."""
+def run_report(run_key: str) -> tuple[dict[str, Any], str | None]:
+    """One run: owner, state, waits, actors, processes, room, and what is wrong with them. Beside it MLflow's address,
+    whose password the report does not have; None where it is not known."""
     run = run_dir(run_key)
     broken = {
         "run_key": run_key, "state": "broken", "alive": False, "notes": [], "waits": [], "actors": [], "processes": [],
         "owner": None, "steps": 0, "total_steps": 0, "attempt": 0, "since_s": None, "used_bytes": 0, "quota_bytes": 0,
-        "tracking": destination(Config(), headway_home()).uri, "live": {}, "stall": None, "directory": str(run.root)}
+        "tracking": redact(destination(Config(), headway_home()).uri), "live": {}, "stall": None,
+        "directory": str(run.root)}
     try:
         open_run(run, run_key)
-        return _report(run, run_key, config_of(run, current_revision(run)))
+        config = config_of(run, current_revision(run))
+        uri = _tracked_at(config)
+        return _report(run, run_key, config, uri), uri
     except BrokenFile as error:
-        return {**broken, "findings": [_finding("broken", str(error))]}
+        return {**broken, "findings": [_finding("broken", str(error))]}, None
 
 
-def _report(run: RunDir, run_key: str, config: Config) -> dict[str, Any]:
+def _tracked_at(config: Config) -> str | None:
+    """MLflow's address, with its password; None where it is in a variable that the environment does not have."""
+    try:
+        return destination(config, headway_home()).uri
+    except ConfigError:
+        return None
+
+
+def _report(run: RunDir, run_key: str, config: Config, uri: str | None) -> dict[str, Any]:
     owner, alive = _owner(run)
     view, result, attempt = read_status(run), read_result(run), newest_attempt(run)
     found = members_but_owner(run, owner)
@@ -102,8 +117,10 @@ def _report(run: RunDir, run_key: str, config: Config) -> dict[str, Any]:
         "since_s": _ago(view.get("since_us")), "waits": view.get("waits", []), "stall": view.get("stall"),
         "actors": _actors(view.get("actors", [])), "processes": [asdict(member) for member in found],
         "live": view.get("live", {}), "used_bytes": used, "quota_bytes": config.storage.bytes_quota,
-        "tracking": destination(config, headway_home()).uri, "directory": str(run.root)}
+        "tracking": config.tracking.uri if uri is None else redact(uri), "directory": str(run.root)}
     findings, notes = _room(run, config, used)
+    if uri is None:
+        notes.append(f"tracking.uri is {config.tracking.uri}: no address here, so that MLflow is not asked")
     if alive:
         findings += [*_owner_trouble(owner, view), *_actor_trouble(report["actors"]), *_lease_trouble(view, config),
                      *_service_trouble(run)]
@@ -260,8 +277,8 @@ def tracked_as(run: RunDir, config: Config) -> str | None:
         stored = read_json(run.mlflow_run)
     except (FileNotFoundError, BrokenFile):
         return None
-    uri = destination(config, headway_home()).uri
-    if redact(uri) != stored["uri"] or database_trouble(uri) is not None:
+    uri = _tracked_at(config)
+    if uri is None or redact(uri) != stored["uri"] or database_trouble(uri) is not None:
         return None
     from tasks.tracking import tracked_status  # imports mlflow, for a run that was killed
 
@@ -278,12 +295,13 @@ def database_trouble(uri: str) -> str | None:
                 with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=ASK_S)) as database:
                     database.execute("select count(*) from sqlite_master").fetchone()
         elif where.scheme in ("http", "https"):
-            with urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=ASK_S) as answer:
+            bare = urlunsplit(where._replace(netloc=where.netloc.rpartition("@")[2]))  # health wants no password
+            with urllib.request.urlopen(bare.rstrip("/") + "/health", timeout=ASK_S) as answer:
                 answer.read()
         elif where.hostname is not None and where.port is not None:
             socket.create_connection((where.hostname, where.port), timeout=ASK_S).close()
-    except (OSError, sqlite3.Error, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+    except (OSError, HTTPException, sqlite3.Error, ValueError) as error:
+        return redact_in(f"{type(error).__name__}: {error}", uri)
     return None
 
 

@@ -35,7 +35,8 @@ def up(home: Path, *, prefect_port: int | None = None, mlflow_port: int | None =
        on_ready: Callable[[str, float], None] = lambda name, seconds: None) -> Kept:
     """Have all services up and watched; returns what is noted of them. `on_ready(name, seconds)` as each gets ready.
 
-    What is said is kept for the next time. Raises ConfigError for a port that is taken, a database that cannot be one,
+    What is said is kept for the next time. Where one does not get ready, those that this has started are ended; where
+    services were up before, they go on. Raises ConfigError for a port that is taken, a database that cannot be one,
     and for other settings than those of services that are up; DeadPart with the end of a log; DeadlinePassed.
     """
     for place in kept.directories(home):
@@ -44,6 +45,7 @@ def up(home: Path, *, prefect_port: int | None = None, mlflow_port: int | None =
     with turn(kept.directory(home), "`headway services up`", TURN_S):
         found = kept.read(home)
         running = found is not None and found.watched
+        lived = found is not None and any(service.alive for service in found.services.values())
         settings = _settled(home, prefect_port, mlflow_port, running=running)
         _choose_databases(home, {"prefect": prefect_database, "mlflow": mlflow_database}, running=running)
         if not running:
@@ -54,7 +56,7 @@ def up(home: Path, *, prefect_port: int | None = None, mlflow_port: int | None =
             _try_again(home, found)
     with waiting_aloud("the supervisor", "all services to get ready", UP_S,
                        lambda: f"logs are in {kept.directory(home)}") as look:
-        found = _wait(home, on_ready, look)
+        found = _wait(home, on_ready, look, lived=lived)
     silent_runs.ensure(f"{found.services['prefect'].address}/api", servers.prefect_auth(home))
     return found
 
@@ -124,9 +126,9 @@ def _lost(found: Kept) -> list[Service]:
     return [service for service in found.services.values() if service.state == "given up"]
 
 
-def _wait(home: Path, on_ready: Callable[[str, float], None], look: Callable[[], None]) -> Kept:
+def _wait(home: Path, on_ready: Callable[[str, float], None], look: Callable[[], None], *, lived: bool) -> Kept:
     """Until all are ready; `look` is called meanwhile. One that was given up ends the others, too: half a set-up is
-    none."""
+    none. But not where services `lived` before: somebody may be at work with them."""
     begun, said = time.monotonic(), set[str]()
     while True:
         look()
@@ -141,17 +143,26 @@ def _wait(home: Path, on_ready: Callable[[str, float], None], look: Callable[[],
         lost = _lost(found) if found is not None and found.watched else []
         late = time.monotonic() - begun > UP_S
         if lost or late:
-            with turn(kept.directory(home), "the end of services that did not get ready", TURN_S):
-                _end_all(home)
+            if not lived:
+                with turn(kept.directory(home), "the end of services that did not get ready", TURN_S):
+                    _end_all(home)
+            rest = _go_on(services.values()) if lived else ""
             if lost:
-                raise DeadPart(f"{lost[0].name}: {lost[0].why}")
+                raise DeadPart(f"{lost[0].name}: {lost[0].why}{rest}")
             waits = [name for name in kept.NAMES if name not in said]
             raise DeadlinePassed(f"{', '.join(waits)} did not get ready in {UP_S:.0f} s; logs in {kept.directory(home)}"
-                                 f"\n{servers.tail(kept.log(home, waits[0]))}")
+                                 f"\n{servers.tail(kept.log(home, waits[0]))}{rest}")
         if (found is None or not found.watched) and time.monotonic() - begun > BEGIN_S:
             raise DeadPart(f"the supervisor did not begin; the end of {kept.log(home, 'supervisor')}:\n"
                            f"{servers.tail(kept.log(home, 'supervisor'))}")
         time.sleep(LOOK_S)
+
+
+def _go_on(services: Iterable[Service]) -> str:
+    """What is said of those that were up before another one did not get ready."""
+    ready = [service.name for service in services if service.state == "ready" and service.alive]
+    return f"\nservices that were up go on ({', '.join(ready) or 'none is ready'}); mend the cause, then `headway " \
+           "services up` tries again; `headway services down` ends all"
 
 
 def down(home: Path, *, force: bool = False) -> list[str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -275,6 +276,20 @@ def failure_of(night: Night, place: str, error: BaseException) -> NightFailed:
     first = f"night {night.key}: {place}, {part}: {type(error).__name__}: {cause}; Retry, or " \
             f"`headway rerun {night.key}`, goes on from there"
     return NightFailed("\n".join([first, *more]))
+
+
+@contextmanager
+def failures_told(night: Night, place: str) -> Iterator[None]:
+    """Tell of whatever error ends a night. Raises NightFailed; `place` is that of any other error."""
+    try:
+        yield
+    except NightFailed as error:
+        tell_failure(night, str(error))
+        raise
+    except Exception as error:  # of what stands around the runs: MLflow, Prefect, the disk
+        failure = failure_of(night, place, error)
+        tell_failure(night, str(failure))
+        raise failure from error
 
 
 def signal_of(error: BaseException) -> str | None:

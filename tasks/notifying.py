@@ -67,18 +67,32 @@ def notify(address: str, words: Mapping[str, Any]) -> str | None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+class _AsAnswered(urllib.request.HTTPRedirectHandler):
+    """Leads nowhere else: a POST that is sent on becomes a GET, without the words."""
+
+    def redirect_request(self, *args: Any, **options: Any) -> None:
+        return None
+
+
 def _post(url: str, words: Mapping[str, Any]) -> str | None:
     if urlsplit(url).scheme not in ("http", "https"):
         return "the variable holds no address any more"
     request = urllib.request.Request(url, json.dumps(dict(words)).encode(), {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S):
+        with urllib.request.build_opener(_AsAnswered).open(request, timeout=ANSWER_S):
             return None
     except urllib.error.HTTPError as error:
-        return f"it answered {error.code}"
+        return _refusal(error.code)
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         return f"no answer ({type(reason).__name__})"
+
+
+def _refusal(code: int) -> str | None:
+    """Why an answer with this status is no taking of the words; None where it is."""
+    if code < 300:
+        return None
+    return f"it answered {code}" + ("; give the address it leads to" if code < 400 else "")
 
 
 def _load(name: str) -> Any:
@@ -99,8 +113,7 @@ def _send_by_block(name: str, words: Mapping[str, Any]) -> str | None:
         answer = block.call(dict(words))
     if isawaitable(answer):
         answer = asyncio.run(_awaited(answer))
-    code = getattr(answer, "status_code", 200)
-    return None if code < 400 else f"it answered {code}"
+    return _refusal(getattr(answer, "status_code", 200))
 
 
 async def _awaited(answer: Any) -> Any:

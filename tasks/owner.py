@@ -33,10 +33,10 @@ from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData
 from rl_core.looking.failures import tell_last_lines
 from rl_core.looking.watching import LAST_STEPS, trained_tokens_per_s
-from rl_core.metrics import PoolReading, names, pool_metrics, read_pool
+from rl_core.metrics import PoolReading, pool_metrics, read_pool
 from rl_core.model_setup import copy_model, model_digests, set_up_model
-from rl_core.observations import observed_steps, put_observation
-from rl_core.records import read_record, recorded_steps
+from rl_core.observations import make_up_observations
+from rl_core.records import recorded_steps
 from rl_core.revisions import current_revision
 from rl_core.roles.models import place_roles
 from rl_core.rollout.orders import Orders, seen
@@ -47,7 +47,7 @@ from rl_core.run_identity import RunIdentity, check_inputs, open_identity, refus
 from rl_core.run_log import STORY, RunLog, masked, secrets_of
 from rl_core.schedules import is_scheduled_checkpoint
 from rl_core.source import source_commit
-from rl_core.types import StepRecord
+from rl_core.types import StepRecord, WeightVersion
 from tasks import cluster, services, signals
 from tasks.artifacts import ProgressArtifact, tell_link
 from tasks.attempts import end_flow_run_before
@@ -121,6 +121,8 @@ class Owner:
         self.validations_left: set[int] = set()
         """Steps whose validation waits or runs."""
         self.validated: set[int] = set()
+        self.versions: dict[int, WeightVersion] = {}
+        """Those of the run, as far as this start has read them."""
         self.whole_checkpoints: set[int] = set()
         """Those that this start has seen to be whole."""
         self.ended: EndOfData | None = None
@@ -365,7 +367,6 @@ def set_up(owner: Owner) -> None:
     owner.attempt = owner.lock.next_attempt(first_step(run), flow_run.get_id())
     STORY.info("attempt %d of pid %d begins, %d steps are recorded", owner.attempt, os.getpid(),
                len(recorded_steps(run)))
-    _observe_all(run)
     if (untold := end_flow_run_before(run, owner.attempt)) is not None:
         progress.set(note=untold)
     with progress.stage("model"):
@@ -381,6 +382,7 @@ def set_up(owner: Owner) -> None:
         _start_actors(owner)
     with progress.stage("learner" if owner.groups is None else "weights"):
         _bring_up(owner)
+    make_up_observations(run)  # now: an adopted learner has recorded the step that it was at
     with progress.stage("experience"):
         owner.experience = Experience(run, config, owner.attempt, owner.revision, goal=owner.groups)
         for text in owner.experience.passed_over:
@@ -409,12 +411,6 @@ def _live(owner: Owner) -> dict[str, Any]:
     snapshot["budgets"]["learner_restarts"] = (restarts, owner.config.failure.learner_restarts)
     snapshot["budgets"]["validation_restarts"] = owner.validator_deaths.budget
     return snapshot
-
-
-def _observe_all(run: RunDir) -> None:
-    """Every recorded step has an observation: its owner was stopped before it wrote that of the last ones."""
-    for step in sorted(set(recorded_steps(run)) - set(observed_steps(run))):
-        put_observation(run, step, dict.fromkeys(names("owner"), math.nan), read_record(run, step).ts_us)
 
 
 def _bring_up(owner: Owner) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from rl_core.config import Config
 from rl_core.engine_plan import missing_programs
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.experience.archive import try_archive
 from rl_core.experience.ledger import claimed_steps
-from rl_core.plan import Plan, differing, make_plan
+from rl_core.plan import Plan, differing, make_plan, toy_words
 from rl_core.preflight import devices, inspect_inputs, left_to_set, missing_devices, not_fetched
 from rl_core.revisions import Changed, Revision
 from rl_core.run_dir import RunDir, refuse_if_alive, self_test
@@ -68,7 +68,10 @@ def prepare(config: Config, preset: str, run_key: str | None, *, amend: bool = F
     if empty:  # no model or no prompts to look at: totals of the settings alone
         return Prepared(run_key=key, run=run, plan=make_plan(config), warnings=warnings)
     shards = check_shards(run, key, config)
-    inputs = inspect_inputs(config, models, placed_model(run, config), planned=planned)
+    try:
+        inputs = inspect_inputs(config, models, placed_model(run, config), planned=planned)
+    except DataError as error:
+        raise DataError("\n".join([str(error), *toy_words(config, str(error))])) from error
     check_new(run, config, inputs.prompts.digest, inputs.facts)
     if run.inputs.exists():
         check_inputs(run, {"data": inputs.prompts.digest})

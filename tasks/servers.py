@@ -223,16 +223,20 @@ def prefect_command(port: int) -> list[str]:
             "--lifespan", "on"]
 
 
+def own_origins(port: int) -> str:
+    """The origins of a server's own pages: through a tunnel a person calls this machine by either name."""
+    return f"http://{HOST}:{port},http://localhost:{port}"
+
+
 def prefect_env(home: Path, port: int, auth: str) -> dict[str, str]:
-    page = f"http://{HOST}:{port}"
     return clean_environ() | {
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_PROFILES_PATH": str(home / "prefect" / "profiles.toml"),
         "PREFECT_API_DATABASE_CONNECTION_URL": databases.prefect_url(home),
         "PREFECT_SERVER_API_HOST": HOST, "PREFECT_SERVER_API_PORT": str(port),
         "PREFECT_SERVER_API_AUTH_STRING": auth,
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": page,
-        "PREFECT_UI_API_URL": f"{page}/api",
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": own_origins(port),
+        "PREFECT_UI_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1",
         # In memory, a restart of the server crashes every limited run at its next lease renewal.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
@@ -348,7 +352,7 @@ def mlflow_command(home: Path, port: int) -> list[str]:
     own = f"{HOST}:{port},localhost:{port}"
     return [sys.executable, "-P", "-c", MLFLOW_START, "server", "--host", HOST, "--port", str(port), "--workers", "1",
             "--artifacts-destination", (home / "mlflow" / "artifacts").as_uri(), "--allowed-hosts", own,
-            "--cors-allowed-origins", f"http://{HOST}:{port},http://localhost:{port}",
+            "--cors-allowed-origins", own_origins(port),
             "--uvicorn-opts", "--log-level warning"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 import time
@@ -35,15 +36,15 @@ LOOK_S = 0.5
 
 
 def first_step(run: RunDir) -> int:
-    """The step behind the last recorded one, where training goes on.
+    """The first step that is neither recorded nor voided, where training goes on.
 
-    Raises BrokenFile where a step before it has no record and was not voided.
+    Raises BrokenFile where a step behind it has a record.
     """
     recorded = recorded_steps(run)
-    first = recorded[-1] + 1 if recorded else 0
-    holes = sorted(set(range(first)) - set(recorded) - set(voided_steps(run)))
-    if holes:
-        raise BrokenFile(f"{run.record(holes[0])}: absent, but step {first - 1} has a record; the records have a hole")
+    done = {*recorded, *voided_steps(run)}  # a voided one behind the last record, too: a checkpoint may lie behind it
+    first = next(step for step in itertools.count() if step not in done)
+    if recorded and recorded[-1] > first:
+        raise BrokenFile(f"{run.record(first)}: absent, but step {recorded[-1]} has a record; the records have a hole")
     return first
 
 
@@ -97,8 +98,8 @@ class LearnerGroup:
                 self.start()
 
     def _bring_up(self, on_replay: Callable[[int, int], None] = lambda done, total: None) -> int:
-        self._first = first_step(self._run)
         steps = self._answers(self._send("next_step"), self._config.deadlines.step_s)
+        self._first = first_step(self._run)  # now: adopted learners answer when the step is recorded that they were at
         if set(steps) != {self._first}:
             steps = self._answers(self._send("restore"), self._config.deadlines.model_setup_s)
         self.restored = steps[0]

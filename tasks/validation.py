@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rl_core.errors import DeadlinePassed, DeadPart, FailureBudgetSpent, WorkerDead
+from rl_core.errors import DeadlinePassed, DeadPart, FailureBudgetSpent, WeightsDamaged, WorkerDead
 from rl_core.run_log import STORY
 from rl_core.types import WeightVersion
-from rl_core.versions import pin, pinned_versions, read_versions, unpin
+from rl_core.versions import learn_versions, pin, pinned_versions, read_versions, unpin, validating_pin
 from tasks.waiting import waiting
 
 if TYPE_CHECKING:
     from rl_core.rollout.engine import Loan
+    from rl_core.run_dir import RunDir
     from tasks.owner import Owner
 
 PIN = "validate"
@@ -51,17 +52,33 @@ class ValidatorDeaths:
 
 
 @task(name="validate", task_run_name="validate-{step}", cache_policy=NO_CACHE, persist_result=False)
-def validate(owner: Owner, step: int, version: WeightVersion) -> dict[str, Any]:
-    """Accuracy of `version`, which has `step` trained steps behind it, on the held-out prompts."""
+def validate(owner: Owner, step: int, version: WeightVersion, unfinished: bool = False) -> dict[str, Any] | None:
+    """Accuracy of `version`, which has `step` trained steps behind it, on the held-out prompts. None where an earlier
+    start left it `unfinished` and its weights are damaged: nobody makes those again."""
     try:
         with owner.validating:  # one engine: one after the other
             record = _measure(owner, version, step)
     except BaseException as error:
+        if unfinished and isinstance(error, WeightsDamaged):
+            _give_up(owner, version, str(error))
+            return None
         owner.experience.fail(error)  # the flow ends with it now, not when it asks for this result
         raise
-    unpin(owner.run, PIN, version.v)
+    _let_go(owner.run, version)
     owner.saw_validation(record)
     return record
+
+
+def _let_go(run: RunDir, version: WeightVersion) -> None:
+    """Unpin weights that nobody validates any more, also for a validator that died before it could."""
+    for name in (PIN, validating_pin(version.step)):
+        unpin(run, name, version.v)
+
+
+def _give_up(owner: Owner, version: WeightVersion, why: str) -> None:
+    owner.progress.set(note=f"no validation after {version.step} training steps: an earlier start ended in it, and the "
+                            f"weights are lost ({why})")
+    _let_go(owner.run, version)
 
 
 def _measure(owner: Owner, version: WeightVersion, step: int) -> dict[str, Any]:
@@ -125,7 +142,7 @@ def validation_due(owner: Owner, steps_done: int) -> bool:
 def validate_beside(owner: Owner, steps_done: int) -> None:
     """Submit the validation of the newest weights with at most `steps_done` steps behind them (the learner may have
     gone on meanwhile). Waits only if two validations are under way already."""
-    behind = [version for version in read_versions(owner.run).values() if version.step <= steps_done]
+    behind = [version for version in learn_versions(owner.run, owner.versions).values() if version.step <= steps_done]
     version = max(behind, key=lambda version: (version.step, version.v))
     if owner.config.data.validation is None or version.step in owner.validated \
             or owner.run.validation(version.step).exists():
@@ -135,10 +152,10 @@ def validate_beside(owner: Owner, steps_done: int) -> None:
     _submit(owner, version)
 
 
-def _submit(owner: Owner, version: WeightVersion) -> None:
+def _submit(owner: Owner, version: WeightVersion, *, unfinished: bool = False) -> None:
     owner.validated.add(version.step)
     owner.validations_left.add(version.step)
-    future = validate.submit(owner, version.step, version)
+    future = validate.submit(owner, version.step, version, unfinished)
     owner.validations.append(future)
     future.add_done_callback(lambda _: owner.validations_left.discard(version.step))
 
@@ -155,14 +172,17 @@ def _wait(owner: Owner, at_most: int) -> None:
 
 
 def validate_unfinished(owner: Owner) -> None:
-    """Validations that an earlier start was stopped in: their weights are still pinned."""
+    """Validations that an earlier start was stopped in: their weights are still pinned. A reboot or a power loss may
+    have taken these, or torn them, which whoever serves them finds out."""
     versions = read_versions(owner.run)
     for v in sorted(pinned_versions(owner.run)):
         version = versions[v]
-        if owner.run.validation(version.step).exists() or not owner.run.weights(v).exists():
-            unpin(owner.run, PIN, v)
+        if owner.run.validation(version.step).exists():
+            _let_go(owner.run, version)
+        elif not owner.run.weights(v).exists():
+            _give_up(owner, version, f"{owner.run.weights(v)}: absent")
         elif owner.config.data.validation is not None:
-            _submit(owner, version)
+            _submit(owner, version, unfinished=True)
 
 
 def validate_newest(owner: Owner) -> None:

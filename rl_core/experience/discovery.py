@@ -7,6 +7,8 @@ is quarantined: left in place, reported, excluded, and the run goes on. One call
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import time
@@ -20,7 +22,10 @@ from rl_core.experience.shards import ShardInfo, map_shard, verify_shard
 from rl_core.run_dir import RunDir, numbered, put_if_absent, read_json, to_json
 from rl_core.types import Landed, ShardRef
 
+LOG = logging.getLogger("headway.experience")
 RESERVE_BYTES = 64 * 2**20
+SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""What says of this process or machine, not of a file, that it cannot be opened or mapped now."""
 SHARD_NAME = re.compile(r"(\d{8})\.arrow")
 
 
@@ -63,6 +68,9 @@ class Discovery:
         """Of the shards that `landed_groups` lie in. Both go on counting a shard that is retired: they say how large a
         group is."""
         self.landed_groups = 0
+        self.unread: dict[ShardRef, str] = {}
+        """Shard -> why it could not be read when it was looked at last, for want of files or memory; it is looked for
+        again."""
         self.quarantined: dict[ShardRef, str] = {}
         """Shard -> what is wrong with it; those of earlier starts too."""
         for name in stream_names(run.quarantine):
@@ -109,8 +117,9 @@ class Discovery:
     # -- contents
 
     def read(self, ref: ShardRef) -> ShardInfo | None:
-        """The verified shard; None where it is quarantined, fully claimed, or absent (then it is looked for again)."""
-        path = self._run.shard(ref.stream, ref.seq)
+        """The verified shard; None where it is quarantined, fully claimed, or absent or `unread` (then it is looked for
+        again). Raises any other OSError that opening it does."""
+        path, unread = self._run.shard(ref.stream, ref.seq), self.unread.pop(ref, None)
         try:
             size = path.stat().st_size
             if ref in self.quarantined:
@@ -123,8 +132,15 @@ class Discovery:
             self._check_digests(path, info)
         except FileNotFoundError:
             if (ref.stream, ref.seq) not in read_retired(self._run).shards:  # retired between listing and reading
-                self._seen[ref.stream].discard(ref.seq)
-                self._next[ref.stream] = min(self._next.get(ref.stream, 0), ref.seq)
+                self._look_again(ref)
+            return None
+        except OSError as error:
+            if error.errno not in SHORT_OF:
+                raise
+            self.unread[ref] = str(error)
+            self._look_again(ref)
+            if unread is None:
+                LOG.warning("%s cannot be read now, and is looked at again: %s", path, error)
             return None
         except ShardCorrupt as error:
             self._quarantine(ref, str(error))
@@ -132,6 +148,10 @@ class Discovery:
             return None
         self._count(ref, size, info.rows)
         return info
+
+    def _look_again(self, ref: ShardRef) -> None:
+        self._seen[ref.stream].discard(ref.seq)
+        self._next[ref.stream] = min(self._next.get(ref.stream, 0), ref.seq)
 
     def _count(self, ref: ShardRef, size: int, rows: int = 0) -> None:
         self._sizes[ref.stream, ref.seq] = size

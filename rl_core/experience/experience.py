@@ -113,7 +113,9 @@ class Experience:
         """Find, verify and index new shards and outcomes. Returns the number of new shards.
 
         With hints only the streams they name are looked at. Without, leases that their live worker does not name any
-        more, and that are not found now, have failed. Verification runs outside the lock.
+        more, and that are not found now, have failed. Of outcomes the workers tell; they are listed only with all
+        streams, where such a lease may have one, and where no pump hears the workers. Verification and listing run
+        outside the lock.
         """
         with self._listing:
             full = full or not self._listed
@@ -135,12 +137,14 @@ class Experience:
                         self._settle()
             if full:
                 self._reserve = reserve_bytes(self.run)
+            untold = self._known.untold_outcomes() if not hints and (full or missing or not self.pumped) else []
             with self.changed:
                 self._listed = True
-                news = not hints and self._known.read_outcomes()
-                for name in missing:
+                for outcome in untold:
+                    self._known.add_outcome(outcome)
+                for name in missing if not self.discovery.unread else ():  # it may have landed in one of these
                     self._known.end_missing(name)
-                if found or news or missing or full:
+                if found or untold or missing or full:
                     self._settle()
             return len(found)
 
@@ -364,7 +368,10 @@ class Experience:
         return put_end(self.run, end, revision=self.revision, attempt=self.attempt, consumer=self.consumer)
 
     def _source_ended(self) -> bool:
-        """No position is unleased, no try waits, F is known and 0. Offline nothing is ever leased."""
+        """No position is unleased, no try waits, F is known and 0, every shard is read. Offline nothing is ever leased.
+        """
+        if self.discovery.unread:
+            return False
         return self.config.offline or (self.leases.known and not len(self.leases) and self.positions.exhausted)
 
     def _check_disk(self, step: int) -> None:
@@ -479,7 +486,8 @@ class Experience:
             return news
 
     def cancelled(self, name: str) -> None:
-        """A worker has cancelled a group. By policy `wait` it is dropped as `wait_timeout`; else it is leased again."""
+        """A worker has cancelled a group. By policy `wait` it has failed (`wait_timeout`) and is leased again as its
+        next try; else as the same one."""
         with self.changed:
             if (lease := self.leases.by_id.get(name)) is None:
                 return
@@ -560,6 +568,8 @@ class Experience:
                      + (f", landed but unusable: {unusable}." if unusable else ".")]
             if self._exact is not None:
                 lines.append(self._exact.explain(step, self.index.held_by_publication(self.config.idx(step))))
+            if unread := list(self.discovery.unread.values()):
+                lines.append(f"{len(unread)} landed shards cannot be read now: {unread[0]}.")
             if self._hold is not None:
                 lines.append("Held by staleness.policy wait: a group in flight would be over the limit one step later.")
             if not self.pumped:

@@ -107,12 +107,10 @@ class Known:
                 self._note_ended(slot, key)
         self.health.verified((~is_drop(verdict_G[waits_G])).tolist())
 
-    def read_outcomes(self) -> bool:
-        """Add the outcomes that lie in the run directory and were not known. True if there were any."""
-        fresh = [name for name in outcome_ids(self._run) if name not in self._outcomes]
-        for name in fresh:
-            self.add_outcome(read_outcome(self._run, name))
-        return bool(fresh)
+    def untold_outcomes(self) -> list[Outcome]:
+        """Those that lie in the run directory and are not known. The one method that needs no guard: it takes as long
+        as there are many, and what is added meanwhile is no news then."""
+        return [read_outcome(self._run, name) for name in outcome_ids(self._run) if name not in self._outcomes]
 
     def add_outcome(self, outcome: Outcome) -> bool:
         """A group that ended in this attempt without a row. True if that is news."""

@@ -40,7 +40,7 @@ YOUNG: Final = 7
 DROP_REASONS: dict[int, DropReason] = {STALE: "stale", ALL_MASKED: "all_masked", FENCED: "fenced", FILTERED: "filtered",
                                        PARTIAL: "partial"}
 """Verdicts that are drops. A verdict below STALE is usable, YOUNG is later."""
-LEASED_AGAIN: frozenset[str] = frozenset({"stale", "all_masked", "wait_timeout", "partial", "fenced"})
+LEASED_AGAIN: frozenset[str] = frozenset({"stale", "all_masked", "partial", "fenced"})
 """Drop reasons after which the position is tried again; a `filtered` one is finished in its dataset epoch."""
 
 

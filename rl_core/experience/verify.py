@@ -6,6 +6,7 @@ xxh3 of each column into the file's metadata, and nothing is believed, or claime
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -96,7 +97,7 @@ def map_shard(path: Path) -> tuple[pa.RecordBatch, dict[str, str]]:
     """`(batch, metadata)` of a shard file, mapped: nothing is verified yet.
 
     The batch's buffers lie in the mapping: never write to them, never let them leave the reader. Raises ShardCorrupt
-    for what is no Arrow file of one batch, OSError as it comes for a file that cannot be opened.
+    for what is no Arrow file of one batch, OSError naming the file for one that cannot be opened or mapped.
     """
     batch = _mapped(path)
     return batch, metadata_of(path, batch)
@@ -117,8 +118,10 @@ def _mapped(path: Path) -> pa.RecordBatch:
     fd = os.open(path, os.O_RDONLY)
     try:
         mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    except (ValueError, OSError) as error:  # an empty file; a directory
-        raise ShardCorrupt(f"{path}: not a whole Arrow file ({error})") from error
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENODEV, errno.EINVAL):
+            raise OSError(error.errno, error.strerror, str(path)) from error  # no files or memory left: not its fault
+        raise ShardCorrupt(f"{path}: not a whole Arrow file ({error})") from error  # empty; a directory
     finally:
         os.close(fd)
     try:
@@ -134,7 +137,7 @@ def digested_batch(path: Path) -> tuple[pa.RecordBatch, dict[str, str]]:
     """`(mapped batch, column digests as found)` of a file with a shard's schema.
 
     Nothing is compared yet. Raises ShardCorrupt naming the file and what is wrong, FormatTooNew for a shard of a newer
-    Headway, OSError (FileNotFoundError) for a file that cannot be opened.
+    Headway, OSError (FileNotFoundError) for a file that cannot be opened or mapped.
     """
     batch = _mapped(path)
     try:
@@ -229,7 +232,7 @@ def verify_shard(path: Path) -> ShardInfo:
     """Verify one shard file and return what the index needs of it.
 
     Raises ShardCorrupt naming the file and what is wrong (then it goes to quarantine, and the run goes on),
-    FormatTooNew, OSError (FileNotFoundError) for a file that cannot be opened.
+    FormatTooNew, OSError (FileNotFoundError) for a file that cannot be opened or mapped.
     """
     batch, meta, digest = verified_batch(path)
     ids: list[str] = batch.column("group_id").to_pylist()

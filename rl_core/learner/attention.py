@@ -83,13 +83,18 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
                          f"{headway_rows is not None}, mask: {attention_mask is not None}, dropout {dropout}, "
                          f"{refused})")
     grouped = query.shape[1] != key.shape[1]
+    shared_by = query.shape[1] // key.shape[1]
     of_query, of_key, of_value = (_Places(x) for x in (query, key, value))
     outputs: list[Tensor] = []
     for number, call in enumerate(headway_rows.calls):
         keys = call.query if call.key is None else call.key
         mask = headway_rows.mask(number, sliding_window, query.dtype)
-        out = scaled_dot_product_attention(of_query.at(call.query), of_key.at(keys), of_value.at(keys), attn_mask=mask,
-                                           is_causal=mask is None, scale=scaling, enable_gqa=grouped)
+        keys_here, values_here = of_key.at(keys), of_value.at(keys)
+        if (spread := grouped and mask is not None and query.is_cuda):
+            # No kernel but the plain one, which keeps all weights, takes a mask and grouped queries on CUDA.
+            keys_here, values_here = (x.repeat_interleave(shared_by, dim=1) for x in (keys_here, values_here))
+        out = scaled_dot_product_attention(of_query.at(call.query), keys_here, values_here, attn_mask=mask,
+                                           is_causal=mask is None, scale=scaling, enable_gqa=grouped and not spread)
         outputs.append(out.transpose(1, 2).reshape(call.query.numel(), -1))
     together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return together.index_select(0, headway_rows.home_P).view(1, -1, query.shape[1], value.shape[-1]), None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from rl_core.learner.attention import ATTENTION
+from rl_core.learner.blocks import recompute_blocks
 from rl_core.learner.policy import PackInputs, check_apart, check_architecture, hidden_states
 from rl_core.model_setup import weight_files
 
@@ -54,9 +55,9 @@ class Critic(nn.Module):
         return dict(self.named_parameters())
 
 
-def load_critic(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Critic:
+def load_critic(directory: Path, *, dtype: torch.dtype, device: torch.device, recompute: bool = False) -> Critic:
     """A critic from the transformer of a Hugging Face directory, with its value head where it has one; else 0
-    everywhere.
+    everywhere. `recompute`: as in load_policy.
 
     Raises ConfigError naming `learner.critic.path` for an architecture whose packed sequences do not stay apart.
     """
@@ -73,7 +74,9 @@ def load_critic(directory: Path, *, dtype: torch.dtype, device: torch.device) ->
     def states(inputs: PackInputs) -> Tensor:  # of a head that is 0 nothing could be seen
         return hidden_states(critic.model, inputs)[inputs.predictor_S].float()
 
-    check_apart(states, torch.float32, device, f"{FIELD}: {directory}")
+    check_apart(states, device, f"{FIELD}: {directory}")
+    if recompute:
+        recompute_blocks(model, f"{FIELD}: {directory}")
     return critic
 
 

@@ -6,6 +6,7 @@ a run folds as it trains, publishes and records; a replay (replay.py) folds the 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -82,6 +83,7 @@ class Trained:
 def make_deterministic() -> None:
     """Let torch compute the same bits from the same numbers, in this process from now on."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums on CUDA; read at its start
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch have another order at each call
     torch.use_deterministic_algorithms(True)
     cast(Any, torch.utils).deterministic.fill_uninitialized_memory = False  # none is read before it is written
 
@@ -119,7 +121,10 @@ class Fold:
         return self._state
 
     def load(self, saved: Checkpoint | None) -> int:
-        """Take up a checkpoint, or with None the initial model; returns the next step."""
+        """Take up a checkpoint, or with None the initial model; returns the next step. What was loaded before is gone
+        from the beginning on: a GPU need not hold both."""
+        self._state = None
+        gc.collect()  # some modules of a model know themselves
         roles, learner = Roles(role_directories(self._run, self._config)), self._config.learner
         if saved is None:
             self._state = TrainState(self._run.model, self._config, self._ranks, roles=roles)

@@ -146,9 +146,10 @@ class Learner:
 
     def _train_at_its_turn(self, step: int, attempt: int | None, staging: Staging,
                            ahead: Read | None) -> StepRecord | None:
-        with self._owned(attempt):
+        with self._owned(attempt) as attempt:
             if step > self._next >= 0:  # sent ahead of the step before it: that one's turn comes first
                 self._lock.wait_for(lambda: self._next in (step, -1), timeout=TURN_S)
+                check_attempt(self._run, attempt)
             if step != self._next:
                 raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
             self._busy_since = time.monotonic()
@@ -170,7 +171,7 @@ class Learner:
             begun = time.monotonic()
             weights = self._weights() if self._config.publish_every == 1 else self._scheduled.tensors
             state = self._fold.state
-            base = state.base()
+            base = state.base(keep=self._ranks.rank == 0)
             version = None if weights is None or self._ranks.rank else self._publish(state.published(weights, base))
             if version is not None:
                 self._note("publish", begun, time.monotonic(), version.v)
@@ -181,8 +182,10 @@ class Learner:
         """Write checkpoint n aside, manifest last; returns n, the number of steps behind it."""
         with self._owned(attempt), self._ledger.during("paused", self._next):
             state = self._fold.state
-            weights, optimizer, roles = self._weights(), state.optimizer_tensors(), state.roles.tensors()
-            if self._ranks.rank == 0:
+            first = self._ranks.rank == 0
+            weights = self._weights()
+            optimizer, roles = state.optimizer_tensors(keep=first), state.roles.tensors(keep=first)
+            if first:
                 write_checkpoint(
                     self._run, CheckpointState(
                         n=self._next, revision=self._revision, weights_digest=digest_tensors(weights.items()),
@@ -204,12 +207,13 @@ class Learner:
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Full parameters and optimizer state by name (a collective); copies."""
-        return ({name: tensor.cpu().clone() for name, tensor in self._weights().items()},
-                {name: tensor.cpu().clone() for name, tensor in self._fold.state.optimizer_tensors().items()})
+        state = self._fold.state
+        return ({name: tensor.clone() for name, tensor in state.weights().items()},
+                {name: tensor.clone() for name, tensor in state.optimizer_tensors().items()})
 
     def role_tensors(self) -> dict[str, Tensor]:
         """What the models beside the policy have become (a collective); copies."""
-        return {name: tensor.cpu().clone() for name, tensor in self._fold.state.roles.tensors().items()}
+        return {name: tensor.clone() for name, tensor in self._fold.state.roles.tensors().items()}
 
     def close(self) -> None:
         if self._sender is not None:
@@ -302,7 +306,8 @@ class Learner:
         if not write:
             return After(digest, None, NAN)
         with self._ledger.during("syncing"):
-            state, base = self._fold.state, self._fold.state.base()
+            state = self._fold.state
+            base = state.base(keep=self._ranks.rank == 0)
             if self._ranks.rank:
                 return After(digest, None, NAN)
             changed = self._changed(before, weights, base)
@@ -338,17 +343,20 @@ class Learner:
     # -- state and weights
 
     @contextmanager
-    def _owned(self, attempt: int | None) -> Generator[None, None, None]:
-        """One call at a time, of the newest attempt (else StaleAttempt). A newer owner takes over what still runs: the
-        running step is published and recorded in its name."""
-        check_attempt(self._run, self._attempt if attempt is None else attempt)
-        self._attempt = max(self._attempt, attempt or 0)
+    def _owned(self, attempt: int | None) -> Generator[int, None, None]:
+        """One call at a time, of the newest attempt (else StaleAttempt), which it gives. A newer owner takes over what
+        still runs, published and recorded in its name, but nothing that waits."""
+        attempt = self._attempt if attempt is None else attempt
+        check_attempt(self._run, attempt)
+        self._attempt = max(self._attempt, attempt)
         with self._lock, named_collectives(self._ranks.rank):
+            check_attempt(self._run, attempt)  # its owner may be over since: a step sent ahead waits for the one before
             torch.set_num_threads(self._config.learner.threads)
-            yield
+            yield attempt
 
     def _load(self) -> None:
         saved = newest_whole(self._run, self._config.retention.replay)
+        self._next = -1  # until it is loaded: the state before is gone then
         self._next = self._fold.load(saved)
         if saved is None:
             self._revision = 0
@@ -359,8 +367,10 @@ class Learner:
         assert self._scheduled.step == last_scheduled(self._next, self._config)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Full parameters by name (a collective); on one rank they are the policy's own memory."""
-        return self._fold.state.weights()
+        """Full parameters by name on the host (a collective); on one rank without a GPU they are the policy's own
+        memory. On other ranks than 0 none, but for those of an adapter, which its probe needs on all."""
+        state = self._fold.state
+        return state.weights(keep=self._ranks.rank == 0 or state.lora.used)
 
     def _schedule(self, step: int, digest: str | None, weights: dict[str, Tensor]) -> None:
         """Remember the last scheduled publication (a collective). Its bytes are kept only where the learner moves on
@@ -368,7 +378,7 @@ class Learner:
         memory of rank 0."""
         state, kept = self._fold.state, None
         if (self._config.publish_every > 1 or state.lora.used) and self._ranks.rank == 0:
-            kept = {name: tensor.cpu().clone() for name, tensor in weights.items()}
+            kept = {name: tensor.clone() for name, tensor in weights.items()}
         if digest is None:
             digest = digest_tensors(weights.items()) if self._ranks.rank == 0 else ""
         room = self._config.data.max_prompt_tokens + self._config.sampling.max_new_tokens
@@ -377,9 +387,9 @@ class Learner:
     def _publish(self, weights: Mapping[str, Tensor]) -> WeightVersion:
         """Make `weights`, in the form that engines are given, the version of the last scheduled publication. Rank 0
         alone."""
-        step = self._scheduled.step
+        step, digest = self._scheduled.step, None if self._fold.state.lora.used else self._scheduled.digest
         version = publish(self._run, weights, step, self._config.idx(step), self._attempt, self._config,
-                          self._fold.versions, self._scheduled.probe)
+                          self._fold.versions, self._scheduled.probe, digest)
         self._fold.versions[version.v] = version
         others = [other.v for other in self._fold.versions.values()
                   if other.step == step and other.digest != version.digest]

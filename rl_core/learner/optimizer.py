@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rl_core.config import LearnerConfig
 from rl_core.errors import CheckpointDamaged, NonFiniteTraining
 from rl_core.learner.plan import StepPlan
-from rl_core.learner.ranks import Ranks, assign, gradient_norm, like, whole
+from rl_core.learner.ranks import Ranks, assign, gradient_norm, like, on_host
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = "step"
@@ -92,9 +92,10 @@ class OptimizerSteps:
                 f"{loss}, gradient norm {norm}); failure.max_skipped_updates is {self.plan.max_skipped}")
 
 
-def full_weights(model: Trained) -> dict[str, Tensor]:
-    """Full parameters by name; on one rank they are the model's own memory, so use them before the next update."""
-    return {name: whole(parameter.detach()) for name, parameter in model.weights().items()}
+def full_weights(model: Trained, *, keep: bool = True) -> dict[str, Tensor]:
+    """Full parameters by name, on the host; on one rank without a GPU they are the model's own memory, so use them
+    before the next update. `keep`: as in on_host."""
+    return on_host(model.weights().items(), keep=keep)
 
 
 def load_weights(model: Trained, values: Mapping[str, Tensor]) -> None:
@@ -107,13 +108,10 @@ def load_weights(model: Trained, values: Mapping[str, Tensor]) -> None:
         assign(parameter, values[name])
 
 
-def optimizer_tensors(model: Trained, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Full optimizer state as `<what>/<parameter>`; empty before the first update."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.weights().items():
-        for key, value in cast(dict[str, Tensor], optimizer.state.get(parameter, {})).items():
-            tensors[f"{key}/{name}"] = whole(value)
-    return tensors
+def optimizer_tensors(model: Trained, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Tensor]:
+    """Full optimizer state as `<what>/<parameter>`, as full_weights gives them; empty before the first update."""
+    return on_host(((f"{key}/{name}", value) for name, parameter in model.weights().items()
+                    for key, value in cast(dict[str, Tensor], optimizer.state.get(parameter, {})).items()), keep=keep)
 
 
 def load_optimizer(model: Trained, optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from rl_core.config import LearnerConfig
 from rl_core.errors import ConfigError
 from rl_core.learner.adapter import adapter_weights, add_adapter, base_weights
 from rl_core.learner.attention import ATTENTION, Call, Rows
+from rl_core.learner.blocks import recompute_blocks
 from rl_core.learner.logprobs import TokenLogprobs, head_likely, head_logprobs, head_others, head_squares
 from rl_core.lora.settings import LoraConfig
 
@@ -105,9 +106,10 @@ def dtype_of(learner: LearnerConfig) -> torch.dtype:
 
 
 def load_policy(directory: Path, *, logits_chunk: int, dtype: torch.dtype, device: torch.device,
-                field: str = "model.path", lora: LoraConfig | None = None, seed: int = 0) -> Policy:
+                field: str = "model.path", lora: LoraConfig | None = None, seed: int = 0,
+                recompute: bool = False) -> Policy:
     """Load a Hugging Face directory with float32 parameters and packed attention; with `lora` under a new adapter,
-    whose first values are a function of `seed`.
+    whose first values are a function of `seed`; with `recompute` by blocks that are computed again (blocks.py).
 
     Raises ConfigError (naming `field`) for an architecture whose packed sequences do not stay apart, or whose logits
     are changed outside the head, and for one that cannot have the adapter.
@@ -120,9 +122,13 @@ def load_policy(directory: Path, *, logits_chunk: int, dtype: torch.dtype, devic
     if lora is not None and lora.used:
         add_adapter(model, lora, seed=seed, directory=directory)
     model.eval()
-    policy = Policy(model, logits_chunk=logits_chunk, dtype=dtype).to(device)
+    policy = Policy(model, logits_chunk=logits_chunk, dtype=torch.float32).to(device)
     policy.adapted = lora is not None and lora.used
-    check_apart(lambda inputs: policy(inputs).logprob_S, dtype, device, f"{field}: {directory}")
+    # In float32: one step of bfloat16 is as large as what a foreign token changes.
+    check_apart(lambda inputs: policy(inputs).logprob_S, device, f"{field}: {directory}")
+    policy.dtype = dtype
+    if recompute:
+        recompute_blocks(model, f"{field}: {directory}")
     return policy
 
 
@@ -150,7 +156,7 @@ APART = 1e-3
 
 
 @torch.no_grad()
-def check_apart(answer: Callable[[PackInputs], Tensor], dtype: torch.dtype, device: torch.device, where: str) -> None:
+def check_apart(answer: Callable[[PackInputs], Tensor], device: torch.device, where: str) -> None:
     """A sequence has the same answer (log-probs, or values like them) behind another as alone, and behind a prompt that
     it shares: whatever mixes tokens outside attention is seen. `where`: field and directory, for the ConfigError."""
     def at(*places: int) -> Tensor:
@@ -167,6 +173,6 @@ def check_apart(answer: Callable[[PackInputs], Tensor], dtype: torch.dtype, devi
                      (Call(at(0)[None]), Call(torch.stack([at(1, 2), at(3, 4)]),
                                               torch.stack([at(0, 1, 2), at(0, 3, 4)]), at(1))), 0, 3)
     error = float(torch.stack([behind - alone, shared - alone]).abs().max())
-    if not error < APART * (1.0 if dtype == torch.float32 else 100.0):
+    if not error < APART:
         raise ConfigError(f"{where}: packed sequences of this architecture see each other (log-probs "
                           f"differ by {error:.2g} nats); it cannot be trained packed")

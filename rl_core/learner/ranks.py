@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_core.errors import CollectiveFailed
+from rl_core.learner.blocks import decoder_blocks
 from rl_core.learner.critic import Critic
 from rl_core.learner.policy import Policy
 
@@ -44,6 +45,8 @@ class Ranks:
             dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks,
                                     timeout=timedelta(seconds=deadline_s))
             self._meeting: Any = cast(Any, dist).new_group(backend="gloo", timeout=timedelta(seconds=barrier_s))
+            # NCCL connects at its first collective, through the file of the rendezvous: now, while that is there.
+            self.sum([0.0])
 
     @property
     def loss_scale(self) -> float:
@@ -55,11 +58,9 @@ class Ranks:
         if self.ranks == 1:
             return
         mesh = init_device_mesh(self.device.type, (self.ranks,))
-        blocks: set[str] = set(getattr(policy.model, "_no_split_modules", None) or ())
         # Its overloads are typed only in part.
-        for module in list(policy.modules()):
-            if type(module).__name__ in blocks:
-                fully_shard(module, mesh=mesh)  # pyright: ignore[reportUnknownMemberType]
+        for block in decoder_blocks(policy.model):
+            fully_shard(block, mesh=mesh)  # pyright: ignore[reportUnknownMemberType]
         fully_shard(policy, mesh=mesh)  # pyright: ignore[reportUnknownMemberType]
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -121,6 +122,17 @@ def to_list(values: Tensor) -> list[float]:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one (a collective), on every rank; others as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_host(named: Iterable[tuple[str, Tensor]], *, keep: bool = True) -> dict[str, Tensor]:
+    """Full tensors by name in host memory (a collective, one tensor at a time); those that lie there whole are the same
+    memory. Without `keep` nothing is held: for ranks that only take part."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in named:
+        full = whole(tensor.detach())
+        if keep:
+            found[name] = full.cpu()
+    return found
 
 
 def assign(target: Tensor, full: Tensor) -> None:

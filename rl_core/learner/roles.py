@@ -55,7 +55,8 @@ class Roles:
         if "teacher" in asked and self.teacher is None:
             self.teacher = self._frozen("teacher", learner, ranks)
         if "critic" in asked and self.critic is None:
-            self.critic = load_critic(self.directories["critic"], dtype=dtype_of(learner), device=ranks.device)
+            self.critic = load_critic(self.directories["critic"], dtype=dtype_of(learner), device=ranks.device,
+                                      recompute=learner.recompute)
             ranks.shard(self.critic)
             self.optimizer = make_optimizer(self.critic, learner)
 
@@ -96,14 +97,15 @@ class Roles:
 
     # -- checkpoints and records
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What has changed since it was loaded: critic, its optimizer, a refreshed reference; `<what>/<name>`."""
+    def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """What has changed since it was loaded: critic, its optimizer, a refreshed reference; `<what>/<name>`. `keep`:
+        as in on_host."""
         found: dict[str, Tensor] = {}
         if self.reference is not None and self.reference_step:
-            found |= _named(REFERENCE, full_weights(self.reference))
+            found |= _named(REFERENCE, full_weights(self.reference, keep=keep))
         if self.critic is not None:
-            found |= _named(CRITIC, full_weights(self.critic))
-            found |= _named(MOMENTS, optimizer_tensors(self.critic, cast(torch.optim.AdamW, self.optimizer)))
+            found |= _named(CRITIC, full_weights(self.critic, keep=keep))
+            found |= _named(MOMENTS, optimizer_tensors(self.critic, cast(torch.optim.AdamW, self.optimizer), keep=keep))
         return found
 
     def numbers(self) -> dict[str, float]:
@@ -120,7 +122,8 @@ class Roles:
         self.critic_skipped_in_a_row = int(numbers.get("critic_skipped_in_a_row", 0))
         critic, reference = (_of(role, tensors) for role in (CRITIC, REFERENCE))
         if critic:
-            self.critic = load_critic(self.directories["critic"], dtype=dtype_of(learner), device=ranks.device)
+            self.critic = load_critic(self.directories["critic"], dtype=dtype_of(learner), device=ranks.device,
+                                      recompute=learner.recompute)
             load_weights(self.critic, critic)
             ranks.shard(self.critic)
             self.optimizer = make_optimizer(self.critic, learner)

@@ -13,7 +13,7 @@ from rl_core.learner.flops import model_size
 from rl_core.learner.optimizer import full_weights, load_optimizer, load_weights, make_optimizer, optimizer_tensors
 from rl_core.learner.policy import Policy, dtype_of, load_policy
 from rl_core.learner.probing import adapter_probe
-from rl_core.learner.ranks import Ranks, whole
+from rl_core.learner.ranks import Ranks, on_host
 from rl_core.learner.roles import Roles
 from rl_core.lora.canary import Probe
 from rl_core.lora.tensors import merged
@@ -28,7 +28,8 @@ class TrainState:
         """The model of `directory`, with the values of a checkpoint over it if given. `roles`: models beside it."""
         learner = config.learner
         self.policy: Policy = load_policy(directory, logits_chunk=learner.logits_chunk, dtype=dtype_of(learner),
-                                          device=ranks.device, lora=learner.lora, seed=config.seed)
+                                          device=ranks.device, lora=learner.lora, seed=config.seed,
+                                          recompute=learner.recompute)
         self.lora = learner.lora
         self.size = model_size(self.policy.model)
         """None where model FLOPs cannot be counted."""
@@ -46,14 +47,14 @@ class TrainState:
         self.policy.dtype, self.policy.logits_chunk = dtype_of(learner), learner.logits_chunk
         self.roles.compute_as(learner)
 
-    def weights(self) -> dict[str, Tensor]:
-        """What is trained, whole and by name: all parameters, or those of the adapter. On one rank they are the
-        policy's own memory, so use them before the next update."""
-        return full_weights(self.policy)
+    def weights(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """What is trained, whole, on the host and by name: all parameters, or those of the adapter. On one rank without
+        a GPU they are the policy's own memory, so use them before the next update. `keep`: as in on_host."""
+        return full_weights(self.policy, keep=keep)
 
-    def base(self) -> dict[str, Tensor]:
-        """The parameters under an adapter, whole and by name; none without one."""
-        return {name: whole(parameter.detach()) for name, parameter in self.policy.base_weights().items()}
+    def base(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """The parameters under an adapter, as `weights` gives them; none without one."""
+        return on_host(self.policy.base_weights().items(), keep=keep)
 
     def served(self, weights: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters of the model that engines serve when these are the trained ones: with an adapter those of the
@@ -76,6 +77,6 @@ class TrainState:
         finally:
             load_weights(self.policy, now)
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """Full optimizer state as `<what>/<parameter>`; empty before the first update."""
-        return optimizer_tensors(self.policy, self.optimizer)
+        return optimizer_tensors(self.policy, self.optimizer, keep=keep)

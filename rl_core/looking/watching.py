@@ -22,7 +22,7 @@ from rl_core.experience.staleness import OFFLINE
 from rl_core.gaps import Gaps, found
 from rl_core.landed_groups import checked_batch
 from rl_core.metrics import STATES, weighted_mean
-from rl_core.observations import read_observation
+from rl_core.observations import seen_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.run_dir import RunDir, numbered, read_json
 
@@ -130,7 +130,7 @@ class Watch:
         """It is written behind the record, so the newest may be there at a later look."""
         if step in self._observed:
             return
-        seen = found(partial(read_observation, self._run, step), str(self._run.observation(step)), Gaps())
+        seen = seen_observation(self._run, step)
         if seen is not None:
             self._metrics[step] |= seen.metrics
             self._observed.add(step)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import AdapterNotServed, EngineMismatch, WeightsDamaged
+from rl_core.errors import AdapterNotServed, BrokenFile, EngineMismatch, FormatTooNew, WeightsDamaged
 from rl_core.run_dir import read_json
 
 PROBE_FILE = "probe.json"
@@ -61,7 +61,9 @@ def read_probe(directory: Path) -> Probe | None:
                                  tuple(place["base"])) for place in payload["places"]))
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError) as error:
+    except FormatTooNew:
+        raise
+    except (BrokenFile, KeyError, TypeError, ValueError) as error:
         raise WeightsDamaged(f"{directory / PROBE_FILE}: {error!r}") from error
 
 

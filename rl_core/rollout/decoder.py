@@ -104,7 +104,7 @@ def prepare_decoder(named: Mapping[str, Tensor], shape: Shape, dtype: torch.dtyp
     order = pair_order(shape.head_dim)
 
     def get(name: str) -> Tensor:
-        return named[name].to(dtype)
+        return named[name].to(device).to(dtype)
 
     def by_pairs(tensor: Tensor) -> Tensor:
         return tensor.view(-1, shape.head_dim, *tensor.shape[1:])[:, order].reshape(tensor.shape)

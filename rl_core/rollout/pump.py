@@ -131,6 +131,8 @@ class Pump:
         self._restarts = 0
         self._newest: WeightVersion | None = None
         self._versions: dict[int, WeightVersion] = {}
+        self._damaged: dict[int, int | None] = {}
+        """Versions that could not be served, until they are made again, and when their bytes were written."""
         self._threads: list[threading.Thread] = []
 
     # -- the main loop
@@ -299,7 +301,7 @@ class Pump:
     def _revive(self, worker: _Worker) -> None:
         """Kill for certain, find what it landed, lease the rest again, start another incarnation within the budget."""
         worker.link.kill()
-        self._experience.discover()
+        self._experience.discover(full=True)  # also outcomes that it could not tell any more
         with self._changed:
             if self._closing:
                 return
@@ -375,28 +377,45 @@ class Pump:
                     self._changed.wait(VERSION_LOOK_S)
                     continue
             worker, version = due
-            link = worker.link
+            # Before the swap: its step may make it again meanwhile.
+            link, remade, written = worker.link, self._is_remade(version), self._written(version)
             try:
                 digest = link.swap(version)
             except (WorkerDead, DeadlinePassed) as error:
                 self._declare_dead(worker, link, error)
                 continue
-            except WeightsDamaged:
-                if self._offered_version() is version:
+            except WeightsDamaged as error:
+                if self._offered_version() is not version:
+                    continue  # pruned under the swap: a newer one is there
+                if not remade:
                     raise
-                continue  # pruned under the swap: a newer one is there
+                STORY.warning("version %d is not offered until training step %d makes it again: %s", version.v,
+                              version.step - 1, error)
+                self._damaged[version.v] = written
+                continue
+            self._damaged.pop(version.v, None)
             self._acknowledge(worker, link, version, digest)
 
     def _swap_due(self) -> tuple[_Worker, WeightVersion] | None:
         version = self._offered_version()
-        behind = [w for w in self._living() if w.adopted and w.served != version]
-        if version is None or not behind:
+        if version is None:
+            return None
+        behind = [w for w in self._living() if w.adopted and w.served != version and not self._is_ahead(w, version)]
+        if not behind:
             return None
         return min(behind, key=lambda w: (-1 if w.served is None else w.served.idx, w.name)), version
 
+    def _is_ahead(self, worker: _Worker, version: WeightVersion) -> bool:
+        """Whether it serves, whole, a later version that could not be served elsewhere: it stays at that."""
+        served = worker.served
+        return served is not None and served.v in self._damaged and (served.idx, served.v) > (version.idx, version.v)
+
     def _offered_version(self) -> WeightVersion | None:
-        """The newest; with `staleness.exact` the one whose groups are not complete."""
+        """The newest, but for damaged ones; with `staleness.exact` the one whose groups are not complete."""
         newest = self._newest_version()
+        if newest is not None and self._waits_for_bytes(newest):
+            newest = max((version for version in self._versions.values() if not self._waits_for_bytes(version)),
+                         key=lambda each: (each.idx, each.v), default=None)
         if newest is None or (idx := self._experience.offered(newest.idx)) == newest.idx:
             return newest
         return max((version for version in self._versions.values() if version.idx == idx), key=lambda each: each.v,
@@ -410,6 +429,24 @@ class Pump:
             if self._newest is None or (version.idx, version.v) > (self._newest.idx, self._newest.v):
                 self._newest = version
         return self._newest
+
+    def _is_remade(self, version: WeightVersion) -> bool:
+        """Whether its step, which has no record yet, makes it again: a power loss right behind its manifest may have
+        torn its bytes, which are not fsynced."""
+        return version.step > 0 and not self._run.record(version.step - 1).exists()
+
+    def _waits_for_bytes(self, version: WeightVersion) -> bool:
+        """Whether it could not be served, and has not been made again since."""
+        return version.v in self._damaged and self._is_remade(version) \
+            and self._damaged[version.v] == self._written(version)
+
+    def _written(self, version: WeightVersion) -> int | None:
+        """When its bytes were written, ns; None where there are none. Those that are made again have another time, also
+        those of a voided step, which gets no record."""
+        try:
+            return self._run.weights(version.v).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def _acknowledge(self, worker: _Worker, link: WorkerLink, version: WeightVersion, digest: str) -> None:
         if digest != version.digest:

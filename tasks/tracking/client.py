@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from rl_core.errors import DeadPart
 from tasks.destination import Destination, redact_in
 from tasks.waiting import waiting_aloud
 
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
 QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1", "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # with the password that is in it
     # Retries are ours: MLflow's own would hold the thread for minutes while a server is down.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "PGCONNECT_TIMEOUT": "10",
 }
 """Set before mlflow is imported, unless the environment says otherwise."""
+OPEN_TRIES = 2
+"""Of MLflow, to open a database. It would try ten times, over 100 s, also where nobody listens."""
 
 LOCKED_S, LOCKED_PAUSE_S = 120.0, 0.5
 """How long another writer of a sqlite database is waited for, and between two tries. Of each statement MLflow itself
@@ -31,7 +35,7 @@ waits up to 20 s for the lock."""
 T = TypeVar("T")
 
 
-class TrackingFailed(RuntimeError):
+class TrackingFailed(DeadPart):
     """MLflow could not be asked, or refused: says where, and what it answered."""
 
 
@@ -40,14 +44,23 @@ def open_client(uri: str) -> MlflowClient:
 
     Imports mlflow, which takes seconds. Raises what MLflow raises.
     """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    _hush(uri)
     from mlflow import MlflowClient
 
-    # It prints a traceback for each try that meets a lock: the error, which is told or tried again, holds all of it.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     make_database(uri)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _hush(uri: str) -> None:
+    """Have MLflow say little and wait little. Before it is imported, when it reads its environment."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    # It prints a traceback for each try that meets a lock: the error, which is told or tried again, holds all of it.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    if not uri.startswith("http"):
+        from mlflow.store.db import utils
+
+        utils.MAX_RETRY_COUNT = OPEN_TRIES
 
 
 def asked(where: Destination, work: Callable[[MlflowClient], T]) -> T:
@@ -63,17 +76,24 @@ def asked(where: Destination, work: Callable[[MlflowClient], T]) -> T:
             try:
                 return work(open_client(where.uri))
             except Exception as error:
-                from mlflow.exceptions import MlflowException
-
                 if is_locked(error):
                     if time.monotonic() < until:
                         time.sleep(LOCKED_PAUSE_S)
                         continue
                     raise TrackingFailed(f"MLflow at {where}: database is locked by another writer for {LOCKED_S:g} s "
                                          "now; end it, then the same command goes on") from error
-                if not isinstance(error, MlflowException | OSError):
+                if not _is_trouble(error):
                     raise
                 raise TrackingFailed(f"MLflow at {where}: {redact_in(str(error), where.uri)}") from error
+
+
+def _is_trouble(error: Exception) -> bool:
+    """Whether an error is of MLflow, or of what it reaches: it lets SQLAlchemy's through where a database cannot be
+    opened, and ImportError where the driver of a database is not installed."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return isinstance(error, MlflowException | SQLAlchemyError | ImportError | OSError)
 
 
 def is_locked(error: BaseException) -> bool:
@@ -112,14 +132,12 @@ def upgrade_database(uri: str) -> None:
 
 def tracked_status(uri: str, run_id: str) -> str | None:
     """What MLflow says of a run: `RUNNING`, `FINISHED` ...; None where it cannot be asked, or does not know it."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    _hush(uri)
     from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
 
     try:
         return str(MlflowClient(tracking_uri=uri).get_run(run_id).info.status)
     except Exception as error:
-        if not isinstance(error, MlflowException | OSError) and not is_locked(error):
+        if not _is_trouble(error) and not is_locked(error):
             raise
         return None

@@ -21,7 +21,7 @@ from rl_core.config import Config
 from rl_core.errors import BrokenFile
 from rl_core.gaps import Gaps
 from rl_core.metrics import is_tracked, tracked_names, validation_metrics
-from rl_core.observations import observed_steps, read_observation
+from rl_core.observations import observed_steps, seen_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import revisions
 from rl_core.run_dir import RunDir, file_numbers, numbered, put_if_absent, read_json, to_json
@@ -90,7 +90,8 @@ class _Source:
     place: Callable[[int], Path] | None
     """The file of a step, where steps follow one another: then the next ones are looked for by their names. A listing
     of all of them, thousands of times, would be most of the work of a long run."""
-    load: Callable[[int], _Step]
+    load: Callable[[int], _Step | None]
+    """None: as if the file were not there."""
 
 
 def _sources(run: RunDir) -> tuple[_Source, ...]:
@@ -98,9 +99,9 @@ def _sources(run: RunDir) -> tuple[_Source, ...]:
         stored = read_record(run, k)
         return _Step(_tracked(stored.metrics), stored.ts_us, alarm_text(stored.metrics))
 
-    def observation(k: int) -> _Step:
-        stored = read_observation(run, k)
-        return _Step(_tracked(stored.metrics), stored.ts_us)
+    def observation(k: int) -> _Step | None:
+        stored = seen_observation(run, k)
+        return None if stored is None else _Step(_tracked(stored.metrics), stored.ts_us)
 
     def validation(k: int) -> _Step:
         stored = read_json(run.validation(k))
@@ -182,9 +183,9 @@ class Mirror:
         alarms: dict[int, str] = {}
         for source, done in self._sources.items():
             for k in _following(source.place, done) if source.place and done and not whole else source.steps():
-                if k in done:
+                if k in done or (step := source.load(k)) is None:
                     continue
-                metrics, ts_us, alarm = source.load(k)
+                metrics, ts_us, alarm = step
                 if len(batch) + len(metrics) > BATCH_METRICS:
                     self._send(batch, marks, alarms)
                     batch, marks, alarms = [], [], {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from rl_core.types import StepRecord
 from tasks.destination import Destination, destination
 from tasks.night_end import compare_night, failure_of, register_night
 from tasks.night_files import TAG_NIGHT, has_verdict, night_dir, night_tags
-from tasks.nights import adopt_runs, open_matrix
+from tasks.nights import CHAMPION, adopt_runs, begin_night, open_matrix
 from tasks.paths import run_dir
 from tasks.tracking import (
     TAG_PARENT,
@@ -34,6 +37,7 @@ from tasks.tracking import (
     promote,
     register_version,
     serve_command,
+    tracked_status,
     versions,
 )
 from tasks.tracking.registry import shards_behind
@@ -250,6 +254,33 @@ def test_without_mlflow_a_night_has_no_verdict_and_says_what_gets_it_one(
     said = str(failure_of(night, "comparison", told.value)).splitlines()[0]
     assert f"night {night.key}: comparison, MLflow: TrackingFailed: MLflow at {AWAY}" in said
     assert said.endswith(f"Retry, or `headway rerun {night.key}`, goes on from there")
+
+
+UNOPENED = {
+    "a damaged file": "sqlite:///{home}/broken.db",
+    "PostgreSQL where nobody listens": "postgresql://me:secret@127.0.0.1:9/mlflow",  # psycopg, or that it is not there
+    "a driver that is not installed": "mysql://me:secret@127.0.0.1:9/mlflow"}
+
+
+@pytest.mark.parametrize("uri", UNOPENED.values(), ids=UNOPENED)
+def test_a_database_that_cannot_be_opened_is_an_mlflow_that_is_away(
+        uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is said to be within seconds: a matrix trains, and a night with a named baseline begins."""
+    (tmp_path / "broken.db").write_bytes(b"not a database, but long enough to be read as one" * 100)
+    uri = uri.format(home=tmp_path)
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    away = Destination(uri=uri, artifacts=None, why="test")
+    night, since = begun("unopened-2026-11-30", runs=2), time.monotonic()
+    with pytest.raises(TrackingFailed, match=f"^MLflow at {re.escape(str(away))}: ") as told:
+        champion(away, "sorter")
+    assert "secret" not in str(told.value)
+    assert tracked_status(uri, "4f") is None
+    with disable_run_logger():  # outside of a flow run
+        open_matrix.fn(night, Config())
+    assert not night_dir(night.key).parent.exists()
+    assert begin_night(replace(night, name="named", baseline=CHAMPION), Config()).baseline == CHAMPION
+    assert time.monotonic() - since < 30
 
 
 def test_without_mlflow_a_matrix_trains_and_its_runs_get_their_parent_when_it_is_back(

@@ -9,7 +9,7 @@ import pytest
 
 from flows.looking import show_answers
 from rl_core.config import Config
-from rl_core.run_dir import RunDir
+from rl_core.run_dir import RunDir, replace_file, to_json
 from tasks.destination import destination
 from tasks.screens import Screens
 from tasks.tracking import Tracker
@@ -78,6 +78,19 @@ def test_the_page_of_any_step_becomes_an_artifact_when_asked_for(
     said = capsys.readouterr().out
     assert said.startswith("viewer/validation-000000000.html: ") and str(tracker.run_id) in said
     assert list(pages(home, tracker, "viewer")) == ["step-000000000.html", "validation-000000000.html"]
+
+
+def test_a_page_for_an_mlflow_that_is_away_ends_in_an_error_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    away = "http://127.0.0.1:9"
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", away)
+    run = small_run(tmp_path / "runs" / "small")
+    replace_file(run.mlflow_run, to_json({"uri": away, "run_id": "4f", "experiment_id": "1"}))
+    for asked in ({"step": 0}, {"validation": 0}):
+        assert show_answers("small", mlflow=True, as_json=False, **asked) == 1
+        out, err = capsys.readouterr()
+        assert err.startswith(f"error: MLflow at {away} (MLFLOW_TRACKING_URI): ") and "Traceback" not in err + out
 
 
 def test_a_page_that_cannot_be_made_is_a_line_of_the_log_and_the_others_are_there(tmp_path: Path, home: Path) -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import shutil
 import socket
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from rl_core.config import Config, SglangEngineConfig
+from rl_core.errors import WeightsDamaged
 from rl_core.model_setup import TOKENIZER_FILES
 from rl_core.rollout.sglang import wire
 from rl_core.rollout.sglang.asking import ask
+from rl_core.rollout.sglang.collective import Channel
 from rl_core.rollout.sglang.engine import SglangEngine
 from rl_core.rollout.sglang.fingerprints import computable
 from rl_core.rollout.sglang.sending import WeightSender, buckets, read_address
 from rl_core.run_dir import RunDir
 from rl_core.types import WeightVersion
-from rl_core.weights import publish
+from rl_core.weights import WEIGHTS_FILE, publish
 from tests.learning import all_by, claim_groups, random_groups, sampled_by, start_attempt, write_model
 from tests.serving import ENGINE, StartServer
 from tests.sglang_answers import count, is_whole, request, runs
@@ -67,6 +71,30 @@ def test_a_sender_tells_nothing_to_whom_it_does_not_know(tmp_path: Path) -> None
     sender.close()
     with pytest.raises(FileNotFoundError):
         read_address(run)
+
+
+def test_a_version_whose_bytes_are_damaged_is_said_to_be_and_another_one_can_be_asked_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    start_attempt(run)
+    config = Config.model_validate(SETTINGS)
+    whole, torn = (publish(run, {"w": torch.full((8,), float(step))}, step, step, 1, config) for step in range(2))
+    (run.weights(torn.v) / WEIGHTS_FILE).write_bytes(b"")
+    sender = WeightSender(run, host="127.0.0.1", device=torch.device("cpu"))
+
+    async def asked() -> None:
+        reader, writer = await asyncio.open_connection(sender.address.host, sender.address.port)
+        server: Any = None  # only what is sent needs one
+        channel = Channel(server, sender.address, "alone", reader, writer)
+        hello = {"backend": "gloo", "world": 1, "group": channel.group}
+        await channel.ask({"secret": sender.address.secret, "hello": hello}, DEADLINE_S)
+        assert await channel.hear(DEADLINE_S) == {"joined": True}
+        with pytest.raises(WeightsDamaged, match=r"the sender of weights: .*model\.safetensors"):
+            await channel.prepare(torn, DEADLINE_S)
+        await channel.prepare(whole, DEADLINE_S)
+        channel.close()
+
+    asyncio.run(asked())
+    sender.close()
 
 
 @pytest.mark.sglang

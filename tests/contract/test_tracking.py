@@ -137,6 +137,26 @@ def test_a_run_that_is_killed_and_replayed_has_one_run_and_one_point_per_metric_
     first.finish("KILLED", DEADLINE_S)
 
 
+def test_an_observation_that_cannot_be_read_holds_nothing_else_back(tmp_path: Path, home: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    made = tracker(run, home, uuid="u-torn")
+    for k in range(3):
+        commit(run, k, 0.0)
+        made.observe(k, observed(float(k)))
+    run.observation(1).write_bytes(b"")  # what a power loss leaves
+    made.start()
+    assert made.flush(DEADLINE_S), made.trouble
+    where = f"run_uuid = '{made.run_id}'"
+    marker = tracked_names("owner")[0]
+    assert query(home, f"select step from metrics where {where} and key = '{marker}' order by step") == [(0,), (2,)]
+    assert query(home, f"select count(*) from metrics where {where} and key = 'reward/mean'") == [(3,)]
+    run.observation(1).unlink()
+    made.observe(1, observed(1.0))  # made up by a start
+    assert made.finish("FINISHED", DEADLINE_S), made.trouble
+    assert query(home, f"select step from metrics where {where} and key = '{marker}' order by step"
+                 ) == [(0,), (1,), (2,)]
+
+
 def tabulate(run: RunDir, step: int, text: str) -> None:
     """The table of answers beside a validation."""
     row = {"data_source": "sort", "prompt": "sort 21", "mode": "greedy", "text": text, "correct": 1.0,
@@ -657,6 +677,33 @@ def test_destination_says_where_and_why(settings: dict[str, object], text: str, 
 def test_a_bare_path_is_refused_with_the_field_and_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"tracking\.uri is './mlruns'; write sqlite"):
         destination(Config.model_validate({"tracking": {"uri": "./mlruns"}}), Path("/h"), {})
+
+
+NAMED = Config.model_validate({"tracking": {"uri": "env:HEADWAY_TRACKING"}})
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_variable_that_tracking_uri_names_holds_the_uri(isolated: bool) -> None:
+    environ = {"HEADWAY_TRACKING": "postgresql://me:s3cr3t@db/x", "MLFLOW_TRACKING_URI": "http://ambient:1"}
+    config = NAMED.model_copy(update={"isolated": isolated})
+    place = destination(config, Path("/h"), environ)
+    assert (place.uri, str(place)) == (environ["HEADWAY_TRACKING"], "postgresql://me:***@db/x (tracking.uri)")
+    assert flatten(resolved(config))["tracking.uri"] == "env:HEADWAY_TRACKING"
+
+
+HELD = {
+    # what the variable holds -> why it is refused
+    "nothing": (None, r"there is no variable HEADWAY_TRACKING .*\(got 'env:HEADWAY_TRACKING'\)"),
+    "an empty text": ("", "or it is empty"), "another secret": ("s3cr3t", "holds no URI; write sqlite:////"),
+    "a password that is not escaped": ("postgresql://me:s3cr3t#@db/x", "what is special in the password as %2F"),
+    "no host": ("http://[s3cr3t", "holds no URI")}
+
+
+@pytest.mark.parametrize(("value", "why"), HELD.values(), ids=HELD)
+def test_a_variable_without_a_uri_is_named_and_what_it_holds_is_not_told(value: str | None, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^tracking.uri: .*{why}") as refused:
+        destination(NAMED, Path("/h"), {} if value is None else {"HEADWAY_TRACKING": value})
+    assert "s3cr3t" not in str(refused.value)
 
 
 def test_passwords_reach_neither_params_nor_reports() -> None:

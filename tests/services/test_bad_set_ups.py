@@ -233,6 +233,10 @@ def test_both_servers_and_a_run_work_on_postgresql(bare_home: KeptHome, postgres
         assert cursor.fetchall() == [("COMPLETED",)]
     assert not databases.file(bare_home.path, "prefect").exists()
     secret = "pa-ss_word"
+    said = {words: bare_home.call(*words, "--json") for words in (
+        ("doctor",), ("status", "postgres"), ("plan", "--run-key", "postgres"), ("services", "doctor"))}
+    assert said[("doctor",)].json["runs"][0]["tracking"].startswith("postgresql://headway:***@")
+    assert [words for words, one in said.items() if not one.json or secret in one.out + one.err] == []
     for place in (kept.directory(bare_home.path), command.run.root):
         for path in place.rglob("*"):
             if path.is_file():

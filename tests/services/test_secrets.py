@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.run_dir import RunDir
+from rl_core.run_dir import RunDir, read_json
 from tasks import keeper, kept, servers
 from tests.judging import Judge, says, sends
 from tests.kept import SMALL, KeptHome
@@ -83,15 +83,17 @@ def words() -> dict[str, str]:
     """Each secret by where it is planted: letters and digits alone, which nobody escapes."""
     return {name: f"planted{secrets.token_hex(12)}" for name in (
         "a variable for the webhook", "a webhook block", "a Secret block", "the password of a database",
-        "a key of the environment")}
+        "a key of the environment", "the password of a tracking URI")}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, hook: str, words: dict[str, str]) -> Iterator[PlantedHome]:
     path = tmp_path_factory.mktemp("planted")
-    home = PlantedHome(path, prefect_port=servers.free_port(), mlflow_port=servers.free_port(), planted={
+    mlflow_port = servers.free_port()
+    home = PlantedHome(path, prefect_port=servers.free_port(), mlflow_port=mlflow_port, planted={
         "NIGHT_HOOK": f"{hook}/{words['a variable for the webhook']}",
         "HEADWAY_JUDGE_KEY": words["a key of the environment"],
+        "HEADWAY_TRACKING": f"http://me:{words['the password of a tracking URI']}@{servers.HOST}:{mlflow_port}",
         "LOST_DB": f"postgresql://me:{words['the password of a database']}@127.0.0.1:9/prefect"})
     home.up()
     deployed = home.call("deploy", "--json")
@@ -122,8 +124,8 @@ def test_a_planted_word_would_be_found(tmp_path: Path, words: dict[str, str]) ->
 def test_no_secret_is_left_anywhere_by_nights_that_use_them(home: PlantedHome, hook: str, judge: Judge,
                                                             words: dict[str, str]) -> None:
     """One night cannot begin and is told to the variable's webhook; another one to a block that is none, as by
-    somebody who mistook its name; one trains by the word of a judge that has its key, and is told to a block's webhook.
-    Both webhooks refuse, so that what went wrong is logged as well."""
+    somebody who mistook its name; one trains by the word of a judge that has its key, is tracked at the URI of a
+    variable, and is told to a block's webhook. Both webhooks refuse, so that what went wrong is logged as well."""
     block = f"{hook}/{words['a webhook block']}"
     made = home.shell(f"python -c '{MAKE_BLOCKS}' {block} {words['a Secret block']}")
     assert made.returncode == 0, (made.stdout, made.stderr)
@@ -132,14 +134,13 @@ def test_no_secret_is_left_anywhere_by_nights_that_use_them(home: PlantedHome, h
         home.wait_for_state(failed, "FAILED")  # one night at a time
     settings = {name: value for name, value in SMALL.items() if name != "data.validation"} | {
         "total_steps": 6, "data.validation_size": 16, "prometheus.port": 0, "reward": "judge",
-        "scoring.judge.url": judge.url, "scoring.judge.key": "env:HEADWAY_JUDGE_KEY", "scoring.judge.right": 0.5}
+        "scoring.judge.url": judge.url, "scoring.judge.key": "env:HEADWAY_JUDGE_KEY", "scoring.judge.right": 0.5,
+        "tracking.uri": "env:HEADWAY_TRACKING"}
     trained = home.submit("nightly/nightly", preset="tiny-cpu", notify="block:webhook/morning", name="good",
                           overrides=settings)
     home.wait_for_state(trained, "COMPLETED", deadline_s=480)
     lost = home.call("services", "up", "--prefect-database", "env:LOST_DB")
     assert lost.process.returncode == 2 and "error: --prefect-database" in lost.err
-    home.call("doctor")
-    home.call("services", "doctor")
 
     assert sorted(path.strip("/") for path in set(Hook.asked)) == sorted(
         [words["a variable for the webhook"], words["a webhook block"]]), "both were used"
@@ -150,12 +151,16 @@ def test_no_secret_is_left_anywhere_by_nights_that_use_them(home: PlantedHome, h
     logged = [json.loads(line) for line in run.component_log("owner").read_text().splitlines()]
     assert logged[-1]["message"] == "state: completed" and {"learner-0.jsonl", "rollout-0.jsonl"} <= {
         path.name for path in run.logs.iterdir()}
+    assert read_json(run.mlflow_run)["uri"] == f"http://me:***@{servers.HOST}:{home.mlflow_port}"
+    told = [home.call(*asked, "--json") for asked in (
+        ("doctor",), ("services", "doctor"), ("status", run.root.name), ("plan", "--run-key", run.root.name))]
+    assert all(one.json for one in told)
     pages = list(home.path.rglob("*.html"))
     assert pages, "there are pages to look at"
     needles = words | {"Prefect's password": servers.prefect_auth(home.path).partition(":")[2]}
     assert found_in(home.path, needles) == []
-    commands = "\n".join(processes_of(home).values())
-    assert [name for name, word in needles.items() if word in commands + lost.err + lost.out] == []
+    shown = "\n".join([*processes_of(home).values(), *(one.out + one.err for one in (lost, *told))])
+    assert [name for name, word in needles.items() if word in shown] == []
     for path, body in (("/logs/filter", {"limit": 200}), ("/artifacts/filter", {}), ("/flow_runs/filter", {})):
         said = json.dumps(home.ask("POST", path, body))
         assert [name for name, word in needles.items() if word in said] == [], path

@@ -230,7 +230,7 @@ class Simulation:
 
     def worker_dies(self) -> None:
         name = self.replace_worker()
-        self.experience.discover()
+        self.experience.discover(full=True)
         self.experience.worker_ended(name)
         self.experience.serves(name, -1)
 

@@ -134,7 +134,7 @@ def test_failed_tries_are_counted_by_reason_also_where_their_group_landed(run: R
 
 
 DROPPED: list[tuple[int, DropReason]] = [
-    (9, "stale"), (10, "all_masked"), (11, "wait_timeout"), (12, "partial"), (13, "fenced"), (14, "filtered"),
+    (9, "stale"), (10, "all_masked"), (11, "stale"), (12, "partial"), (13, "fenced"), (14, "filtered"),
     (19, "stale"), (20, "stale")]
 """Position -> why its first try was dropped."""
 ENDED_WITHOUT_A_ROW: list[tuple[int, int, OutcomeKind, str]] = [
@@ -181,7 +181,7 @@ EACH_PROMPT = [
     (0, 8, "e0-p8-t0", "pending", None, None, 1, []),
     (0, 9, "e0-p9-t0", "dropped", None, "stale", 1, []),
     (0, 10, "e0-p10-t0", "dropped", None, "all_masked", 1, []),
-    (0, 11, "e0-p11-t0", "dropped", None, "wait_timeout", 1, []),
+    (0, 11, "e0-p11-t0", "dropped", None, "stale", 1, []),
     (0, 12, "e0-p12-t0", "dropped", None, "partial", 1, []),
     (0, 13, "e0-p13-t0", "dropped", None, "fenced", 1, []),
     (0, 14, "e0-p14-t0", "filtered", None, "no_spread", 1, []),
@@ -248,7 +248,7 @@ def test_shards_are_listed_in_the_order_of_their_numbers(run: RunDir) -> None:
 
 def test_reasons_are_counted_and_nothing_is_listed_that_nobody_asked_for(every_state: RunDir) -> None:
     report = audit(every_state).as_json()
-    assert report["dropped"] == {"all_masked": 1, "fenced": 1, "partial": 1, "stale": 4, "wait_timeout": 1}
+    assert report["dropped"] == {"all_masked": 1, "fenced": 1, "partial": 1, "stale": 5}
     assert report["filtered"] == {"no_spread": 1, "too_easy": 1}
     assert report["failed_groups"] == {"engine_error": 1, "group_deadline": 1, "prompt_refused": 1, "reward_error": 2}
     assert report["each_prompt"] is None and report["each_shard"] is None
@@ -266,7 +266,7 @@ epoch 0 position 7        e0-p7-t0       voided at step 1
 epoch 0 position 8        e0-p8-t0       pending
 epoch 0 position 9        e0-p9-t0       dropped (stale)
 epoch 0 position 10       e0-p10-t0      dropped (all_masked)
-epoch 0 position 11       e0-p11-t0      dropped (wait_timeout)
+epoch 0 position 11       e0-p11-t0      dropped (stale)
 epoch 0 position 12       e0-p12-t0      dropped (partial)
 epoch 0 position 13       e0-p13-t0      dropped (fenced)
 epoch 0 position 14       e0-p14-t0      filtered (no_spread)
@@ -297,7 +297,7 @@ COUNT_LINES = [
     "1 quarantined",
     "shards           7  1 eligible, 1 claimed, 1 dropped, 1 duplicate, 1 quarantined, 1 unverified, 1 retired",
     "filtered         2  1 no_spread, 1 too_easy",
-    "dropped          8  1 all_masked, 1 fenced, 1 partial, 4 stale, 1 wait_timeout: groups that no step takes",
+    "dropped          8  1 all_masked, 1 fenced, 1 partial, 5 stale: groups that no step takes",
     "ended            5  1 engine_error, 1 group_deadline, 1 prompt_refused, 2 reward_error: tries of groups that have "
     "no row",
     "holds: every prompt and every landed group is in exactly one state"]

@@ -42,7 +42,9 @@ PARAMETERS = {
     "no value": ("preset", "write NAME=VALUE"), "unknown": ("presets=x", "no such parameter; there are preset"),
     "wrong type": ("seeds=x", "seeds"), "out of range": ("accuracy_gain=2", "less than or equal to 1"),
     "no address at all": ("notify=", "pattern"),
-    "an unknown preset": ("preset=tiny-gpu", "tiny-cpu"), "an address": ("notify=https://x/s3cr3t", "pattern")}
+    "an unknown preset": ("preset=tiny-gpu", "tiny-cpu"), "an address": ("notify=https://x/s3cr3t", "pattern"),
+    "a password": ('overrides={"tracking.uri": "http://me:s3cr3t@host"}', r"tracking\.uri: .*env:NAME"),
+    "a password in a matrix": ('matrix=[{"tracking": {"uri": "http://me:s3cr3t@host"}}]', r"tracking\.uri: .*env:NAME")}
 
 
 @pytest.mark.parametrize(("param", "why"), PARAMETERS.values(), ids=PARAMETERS)

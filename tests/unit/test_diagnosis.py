@@ -20,11 +20,12 @@ from flows.doctoring import show_diagnosis
 from rl_core.config import Config
 from rl_core.run_dir import OwnerLock, RunDir, put_if_absent, replace_file, to_json
 from rl_core.run_identity import open_identity
-from tasks import keeper, mending
+from tasks import databases, keeper, mending
 from tasks.diagnosis import database_trouble, diagnose, used_bytes
 from tasks.hosted import here
 from tasks.paths import run_dir
-from tasks.servers import MARK
+from tasks.servers import MARK, free_port
+from tests.answering import answering
 
 pytestmark = pytest.mark.skipif(not keeper.PROC, reason="elsewhere only services.json tells")
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,6 +201,36 @@ def test_a_run_whose_identity_cannot_be_read_is_wrong_and_hides_no_other(run: Ru
     assert [(one["run_key"], [finding["kind"] for finding in one["findings"]]) for one in report["runs"]] == [
         ("k", []), ("k2", ["broken"])]
     assert not report["healthy"] and str(other.run_json) in report["runs"][1]["findings"][0]["text"]
+
+
+def test_no_password_of_mlflow_is_told_and_it_is_asked_all_the_same(run: RunDir, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a run that cannot be read, and of one whose variable this environment does not have."""
+    port = free_port()
+    databases.choose(tmp_path, "mlflow", f"postgresql://me:pa-ss_word@127.0.0.1:{port}/mlflow")
+    run_dir("k2").root.mkdir()
+    run_dir("k2").run_json.write_text("not JSON")
+    open_identity(run_dir("k3"), "k3", "tiny-cpu", Config.model_validate({"tracking": {"uri": "env:HEADWAY_TRACKING"}}))
+    default = f"postgresql://me:***@127.0.0.1:{port}/mlflow"
+
+    def doctor() -> dict[str, Any]:
+        assert show_diagnosis(None, fix=False, as_json=True) == 1
+        out = capsys.readouterr().out
+        assert "pa-ss_word" not in out
+        return json.loads(out)
+
+    with answering({"GET /health": (200, "OK")}) as mlflow:
+        monkeypatch.setenv("HEADWAY_TRACKING", mlflow.page.replace("://", "://me:pa-ss_word@"))
+        report = doctor()
+    server = mlflow.page.replace("://", "://me:***@")
+    assert [one["tracking"] for one in report["runs"]] == [default, default, server]
+    assert {one["where"]: one["trouble"] is None for one in report["home"]["databases"] if one["name"] == "MLflow"} == {
+        default: False, server: True}
+    monkeypatch.delenv("HEADWAY_TRACKING")
+    report = doctor()
+    assert (report["runs"][2]["tracking"], report["runs"][2]["notes"]) == (
+        "env:HEADWAY_TRACKING", ["tracking.uri is env:HEADWAY_TRACKING: no address here, so that MLflow is not asked"])
 
 
 def test_databases_are_asked_and_a_silent_one_does_not_hold_the_doctor(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train.jsonl", "held-out.jsonl"):
         (directory / name).write_text(fenced("json"))
     (directory / "reward.py").write_text(fenced("python"))
+    problem = {"prompt": "write a program", "answer": "assert 1 == 1"}
+    (directory / "problems.jsonl").write_text(json.dumps(problem) + "\n")
     random_weights = Config.model_validate({"model": {"type": "tiny", "warmup_steps": 0}})
     set_up_model(random_weights, directory / "models").rename(directory / "my-model")
     for name, target in {".venv-sglang": sys.prefix, "deployments": ROOT / "deployments"}.items():  # as in a checkout
@@ -113,6 +115,10 @@ def test_a_start_of_the_documents_passes_every_check(words: list[str], work: Pat
         words = ["plan", *words[1:]]
     if words[0] == "plan":  # of another machine, and without what the preset leaves to be set
         prepare(resolve(load_preset(preset), parse_overrides(sets)), preset, None, planned=True)
+        return
+    if any("reasoning_gym:" in each for each in sets):  # the model of this test has no capital letters
+        with pytest.raises(DataError, match="cannot represent"):
+            prepared(preset, sets)
         return
     config, inputs = prepared(preset, sets)
     if config.data.train[0].path == "train.jsonl":

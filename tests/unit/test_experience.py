@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +25,7 @@ from rl_core.errors import (
     StaleAttempt,
     StalenessStarvation,
 )
+from rl_core.experience import known
 from rl_core.experience.audit import audit
 from rl_core.experience.experience import Experience
 from rl_core.experience.index import Index, Rows, Shard, group_key, group_keys
@@ -238,6 +244,89 @@ def test_shards_behind_a_gap_are_found_by_a_full_listing(run: RunDir) -> None:
     os.rename(run.root / "aside", path)
     experience.discover()
     assert experience.L == 12
+
+
+@contextmanager
+def no_maps_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where a process has all the maps that it may have."""
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refused)
+        yield
+
+
+def test_a_shard_that_cannot_be_mapped_now_is_looked_at_again(run: RunDir, monkeypatch: pytest.MonkeyPatch,
+                                                              caplog: pytest.LogCaptureFixture) -> None:
+    """Neither is it quarantined, nor has what it holds failed, nor are the data at their end."""
+    experience = start(run, make_config(data={"epochs": 1}))
+    experience.attach(B, lambda epoch, position: position)
+    experience.discover(full=True)
+    experience.serves("w", 0)
+    experience.leases_known()
+    granted = [lease.group_id for lease in experience.grant(["w"])]
+    w = writer(run)
+    hint = w.land([make_group(i) for i in range(B)])
+    for lease in experience.leases.by_id.values():
+        lease.missing = True  # the worker names it no more
+    with no_maps_left(monkeypatch):
+        experience.discover([hint])
+        experience.discover()
+        assert experience.F == B and "1 landed shards cannot be read now: " in experience.stall_report()
+        assert experience.poll(0, 0.0) is None
+    assert caplog.text.count("cannot be read now, and is looked at again") == 1
+    assert not run.quarantine.exists() and outcome_ids(run) == []
+    experience.discover()
+    assert ids(experience.claim(0, 5)) == granted and experience.F == 0
+    assert experience.discovery.landed_groups == B and audit(run).holds
+
+
+def test_shards_are_not_spent_while_one_cannot_be_mapped(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer(run).land([make_group(i) for i in range(B)])
+    experience = start(run, make_config(data={"shards_from": "first"}))
+    with no_maps_left(monkeypatch):
+        assert experience.poll(0, 0.0) is None
+    assert len(ids(experience.claim(0, 5))) == B
+
+
+# -- outcomes
+
+
+def too_easy(position: int) -> Outcome:
+    return Outcome(group_id=f"e0-p{position}-t0", kind="filtered", reason="too_easy", error="", try_no=0,
+                   position=position, dataset_epoch=0)
+
+
+def test_outcomes_are_listed_where_a_worker_may_not_have_told_them_and_nobody_waits_for_it(
+        run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    experience = start(run)
+    experience.attach(100, lambda epoch, position: position)
+    experience.discover(full=True)
+    experience.serves("w", 0)
+    experience.leases_known()
+    granted = [lease.group_id for lease in experience.grant(["w"])]
+    listed: list[bool] = []
+
+    def noting(of: RunDir) -> list[str]:
+        with ThreadPoolExecutor(1) as other:  # the lock is its own thread's to take again
+            listed.append(other.submit(lambda: experience.lock.acquire(timeout=2) and not experience.lock.release()
+                                       ).result())
+        return outcome_ids(of)
+
+    monkeypatch.setattr(known, "outcome_ids", noting)
+    for position in range(3):
+        put_outcome(run, too_easy(position))
+    experience.outcome(too_easy(0))
+    experience.discover()
+    assert listed == [] and len(granted) - 1 == experience.F
+    experience.leases.by_id["e0-p1-t0"].missing = True
+    experience.discover()
+    assert listed == [True] and len(granted) - 3 == experience.F
+    put_outcome(run, too_easy(3))
+    experience.discover(full=True)
+    assert listed == [True] * 2 and len(granted) - 4 == experience.F
+    assert experience.take_filtered() == 4
 
 
 # -- drops

@@ -260,13 +260,14 @@ def test_a_claim_that_is_gone_is_a_gap_in_the_middle(broken: RunDir) -> None:
         frames.trajectories(broken, 1)
 
 
-def test_outcomes_drops_observations_and_validations_that_cannot_be_read_are_gaps(broken: RunDir) -> None:
+def test_outcomes_drops_and_validations_that_cannot_be_read_are_gaps_and_observations_are_absent(
+        broken: RunDir) -> None:
     for path in (broken.outcome("e0-p10-t0"), broken.drops(2, 0), broken.validation(2), broken.observation(1)):
         path.write_text("[]")
     assert len(frames.groups(broken).attrs["gaps"]) == 2
     assert listed(frames.validations(broken)["step"]) == [0, 0, 3, 3]
     assert listed(frames.steps(broken)["reward/sampled"]) == [None] * 4
-    assert len(frames.steps(broken).attrs["gaps"]) == 2
+    assert [gap.partition(":")[0] for gap in frames.steps(broken).attrs["gaps"]] == [str(broken.validation(2))]
 
 
 def test_a_file_of_a_newer_headway_is_no_gap(broken: RunDir) -> None:

@@ -66,8 +66,10 @@ class World:
                 rewards = [0.0, 1.0] if is_kept(position) else [1.0, 1.0]
                 self.writer.land([make_group(position, n=2, rewards=rewards, versions=[self.step])])
             else:
-                put_outcome(self.run, Outcome(group_id=lease.group_id, kind="filtered", reason="too_easy", error="",
-                                              try_no=0, position=position, dataset_epoch=0))
+                outcome = Outcome(group_id=lease.group_id, kind="filtered", reason="too_easy", error="", try_no=0,
+                                  position=position, dataset_epoch=0)
+                put_outcome(self.run, outcome)
+                self.experience.outcome(outcome)
         self.experience.discover()
         return len(granted)
 
@@ -116,7 +118,7 @@ def test_filtered_groups_are_counted_once_and_not_again_after_a_restart(run: Run
     assert experience.claim(0, 5).step == 0
     put_outcome(run, Outcome(group_id="e0-p9-t0", kind="filtered", reason="too_long", error="", try_no=0, position=9,
                              dataset_epoch=0))
-    experience.discover()
+    experience.discover(full=True)
     assert experience.take_filtered() == 4 and experience.take_filtered() == 0
     assert start(run, config).take_filtered() == 0
     assert audit(run).filtered == {"no_spread": 3, "too_long": 1}

@@ -17,7 +17,13 @@ from rl_core.experience.shards import ShardWriter
 from rl_core.history import read_history
 from rl_core.landed_groups import trained_ages
 from rl_core.metrics import names
-from rl_core.observations import observed_steps, put_observation, read_observation
+from rl_core.observations import (
+    make_up_observations,
+    observed_steps,
+    put_observation,
+    read_observation,
+    seen_observation,
+)
 from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, to_json
 from rl_core.summary import summarize
@@ -111,6 +117,25 @@ def test_an_observation_stands_once_it_is_written(tmp_path: Path) -> None:
     assert not put_observation(run, 4, {"rollout/in_flight": 9.0}, ts_us=6)
     assert observed_steps(run) == [4]
     assert (read_observation(run, 4).metrics, read_observation(run, 4).ts_us) == ({"rollout/in_flight": 1.0}, 5)
+
+
+TORN = {"no byte": b"", "the right length, zeroed": b"\0" * 80, "the first half": b'{"format": 1, "step": 1, "metr'}
+
+
+@pytest.mark.parametrize("torn", TORN.values(), ids=TORN)
+def test_an_observation_that_a_power_loss_tore_is_absent_and_made_up_at_the_next_start(run: RunDir,
+                                                                                       torn: bytes) -> None:
+    run.observation(1).write_bytes(torn)
+    assert seen_observation(run, 1) is None
+    assert np.isnan(read_history(run).metrics["rollout/tokens_per_s"]).all()
+    assert len(draw_figures(run, title="k", limit=1)) == 3
+    assert summarize(run, run_key="k", status="completed", wall_s=1.0).steps == 3
+    put_observation(run, 2, dict.fromkeys(names("owner"), 3.0), ts_us=8)
+    make_up_observations(run)
+    assert observed_steps(run) == [0, 1, 2] and not run.observation(3).exists(), "each recorded step has one"
+    made_up = read_observation(run, 1)
+    assert set(made_up.metrics) == set(names("owner")) and all(map(math.isnan, made_up.metrics.values()))
+    assert read_observation(run, 2).metrics["rollout/in_flight"] == 3.0, "what can be read stays"
 
 
 def test_figures_are_drawn_from_the_directory(run: RunDir) -> None:

@@ -6,6 +6,9 @@ import json
 import os
 import sqlite3
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
@@ -16,8 +19,8 @@ import pytest
 from flows.presets import nested
 from flows.serving import diagnosis_lines, environment_lines, page_lines
 from rl_core.config import Config
-from rl_core.errors import BrokenFile, ConfigError
-from tasks import databases, keeper, kept, servers, services
+from rl_core.errors import BrokenFile, ConfigError, DeadlinePassed, DeadPart
+from tasks import databases, keeper, keeping, kept, servers, services
 from tasks.destination import destination
 from tasks.keeping import environment, status
 from tasks.kept import Kept, Service, Settings
@@ -27,6 +30,7 @@ from tasks.supervisor import ASK_S, BACKOFF_S, HANGS_S, RESTARTS, START_S, Super
 from tests.answering import answering
 
 GONE = Process(2**22 - 1, 1)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # -- what is noted
@@ -276,8 +280,6 @@ def watch(watcher: Supervisor, home: Path, seconds: str, answering: list[bool]) 
 
 def look(watcher: Supervisor, clock: Clock, state: str, tries: int = 400) -> Service:
     """Look, a second of its time after the other, until the service is in this state."""
-    import time
-
     for _ in range(tries):
         watcher.look()
         if (service := watcher.kept.services["mlflow"]).state == state:
@@ -353,6 +355,100 @@ def test_a_run_whose_owner_cannot_be_seen_is_looked_at_again(tmp_path: Path, clo
         assert crashed() == ["hidden", "gone"]
         clock.now += ASK_S
         assert crashed() == [] and prefect.asked == [], "all have been seen"
+
+
+# -- `up` where one of the three does not get ready
+
+SUPERVISES = """
+import sys
+from pathlib import Path
+from tasks import kept, servers, supervisor
+from tasks.supervisor import Supervisor
+
+def sleeping(name, seconds):
+    return lambda self: servers.spawn(["sleep", seconds], self._mark(), cwd=self._home, log=kept.log(self._home, name))
+
+Supervisor._start_mlflow = sleeping("mlflow", sys.argv[2])
+Supervisor._start_prefect, Supervisor._start_worker = sleeping("prefect", "600"), sleeping("worker", "600")
+Supervisor._worker_answers = lambda self: True
+servers.mlflow_answers, servers.prefect_answers = lambda address: False, lambda api, auth: True
+sys.exit(supervisor.main(Path(sys.argv[1])))
+"""
+"""A real supervisor. Its Prefect and its worker are ready at once; its MLflow lives for some seconds, and never is."""
+
+
+class Supervising:
+    """Starts supervisors of a home."""
+
+    def __init__(self, home: Path, mlflow_s: str = "0.3") -> None:
+        self.home, self.mlflow_s = home, mlflow_s
+        self.started = list[subprocess.Popen[bytes]]()
+
+    def start(self, home: Path) -> None:
+        self.started.append(subprocess.Popen([sys.executable, "-c", SUPERVISES, str(home), self.mlflow_s], cwd=ROOT))
+
+    def noted(self, mlflow: str) -> Kept:
+        """What is noted once the others are ready, and MLflow is in this state."""
+        until = time.monotonic() + 60
+        while True:
+            found = kept.read(self.home)
+            states = {} if found is None else {name: service.state for name, service in found.services.items()}
+            if found is not None and states == {"mlflow": mlflow, "prefect": "ready", "worker": "ready"}:
+                return found
+            assert time.monotonic() < until, states
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def supervising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervising]:
+    kept.directory(tmp_path).mkdir()
+    kept.write_settings(tmp_path, Settings(prefect_port=servers.free_port(), mlflow_port=servers.free_port()))
+    one = Supervising(tmp_path)
+    monkeypatch.setattr(keeping, "_spawn", one.start)
+    yield one
+    keeping.down(tmp_path)
+    for process in one.started:
+        process.wait(10)
+
+
+FAILS_AGAIN = {
+    # seconds that MLflow lives, whether the supervisor was killed, and what is said
+    "it ends": ("0.3", False, DeadPart, "mlflow: ended by itself"),
+    "it never answers": ("600", False, DeadlinePassed, "mlflow did not get ready in 2 s"),
+    "it ends under a new supervisor": ("0.3", True, DeadPart, "mlflow: ended by itself")}
+
+
+@pytest.mark.skipif(not keeper.PROC, reason="processes are not listed")
+@pytest.mark.parametrize(("seconds", "killed", "error", "why"), FAILS_AGAIN.values(), ids=FAILS_AGAIN)
+def test_a_service_that_fails_again_ends_none_of_those_that_were_up(
+        supervising: Supervising, monkeypatch: pytest.MonkeyPatch, seconds: str, killed: bool, error: type[Exception],
+        why: str) -> None:
+    """A night may be at work with them."""
+    supervising.mlflow_s = seconds
+    supervising.start(supervising.home)
+    before = supervising.noted("given up" if seconds == "0.3" else "starting")
+    if killed:
+        supervising.started[0].kill()
+        supervising.started[0].wait()
+    else:
+        monkeypatch.setattr(keeping, "UP_S", 2.0)
+    with pytest.raises(error, match=why) as said:
+        keeping.up(supervising.home)
+    assert "services that were up go on (prefect, worker); mend the cause" in str(said.value)
+    after = kept.read(supervising.home)
+    assert after is not None and after.watched and (after.supervisor == before.supervisor) != killed
+    for name in ("prefect", "worker"):
+        assert after.services[name].alive and after.services[name].process == before.services[name].process
+
+
+@pytest.mark.skipif(not keeper.PROC, reason="processes are not listed")
+def test_a_first_start_that_cannot_have_all_three_leaves_none(supervising: Supervising) -> None:
+    ready: list[str] = []
+    with pytest.raises(DeadPart, match="mlflow: ended by itself") as said:
+        keeping.up(supervising.home, on_ready=lambda name, seconds: ready.append(name))
+    assert sorted(ready) == ["prefect", "worker"] and "go on" not in str(said.value)
+    assert kept.read(supervising.home) is None
+    assert [pid for pid in keeper.processes() if kept.is_of(supervising.home, pid)] == []
 
 
 # -- parameters

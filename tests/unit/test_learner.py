@@ -646,10 +646,11 @@ def test_a_voided_step_trains_nothing_and_keeps_its_place_in_the_schedule(tmp_pa
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_gloo_ranks_train_as_one_does(tmp_path):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_gloo_ranks_train_as_one_does(tmp_path, recompute):
     """Loss, gradient norm and weights over two steps of two minibatches with uneven micro-batches, and a checkpoint."""
     config = settings(token_budget=60, minibatch_groups=3, passes=2)
-    two = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": 2})})
+    two = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": 2, "recompute": recompute})})
     alone = new_run(tmp_path, config, steps=2, name="alone")
     learner = started(alone, config)
     expected = [learner.train(step) for step in range(2)]

@@ -519,8 +519,9 @@ def test_a_token_that_nobody_would_say_is_a_mismatch() -> None:
         seen(Probe((PLACE,)), [(9, -0.1)], "float32")
 
 
-def test_a_damaged_probe_is_named(tmp_path: Path) -> None:
-    (tmp_path / PROBE_FILE).write_text('{"format": 1, "places": [{"prompt": [1]}]}')
+@pytest.mark.parametrize("text", ['{"format": 1, "places": [{"prompt": [1]}]}', ""], ids=["other fields", "no byte"])
+def test_a_damaged_probe_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / PROBE_FILE).write_text(text)
     with pytest.raises(WeightsDamaged, match=r"probe\.json"):
         read_probe(tmp_path)
     assert read_probe(tmp_path / "nowhere") is None

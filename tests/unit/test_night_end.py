@@ -16,9 +16,10 @@ from flows.command import INTERRUPTED
 from flows.console import Console
 from flows.ending import Flow, Start
 from flows.finishing import _ended, finish
-from flows.nightly import nightly
+from flows.nightly import nightly, run_night
 from flows.presets import settings_of
-from rl_core.errors import ConfigError, LearnerDead, RunIsAlive
+from rl_core.config import Config
+from rl_core.errors import ConfigError, LearnerDead, NightFailed, RunIsAlive
 from rl_core.nightly.nights import Night, NightRun, put_night, run_keys
 from rl_core.run_dir import put_if_absent, replace_file, to_json
 from tasks.night_end import compare_night, end_night, training_failure
@@ -99,6 +100,21 @@ def test_a_failure_says_where_in_which_part_and_what_goes_on_with_it(night: Nigh
     said = str(training_failure(night, key, LearnerDead("rank 1 is gone\nthe end of learner-1.log:\nout of memory")))
     first, *log = said.splitlines()
     assert ": rank 1 is gone; Retry, or" in first and log == ["the end of learner-1.log:", "out of memory"]
+
+
+def test_an_error_that_nobody_thought_of_is_told_with_its_place(night: Night, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(night: Night, config: Config) -> None:
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr("flows.nightly.open_matrix", broken)
+    monkeypatch.setattr("tasks.night_end.tell_night", lambda markdown, what: None)
+    with webhook() as (url, told), pytest.raises(NightFailed) as failed:
+        monkeypatch.setenv("HOOK", url)
+        run_night(replace(night, notify="env:HOOK"), Config())
+    why = f"night {night.key}: training, flow: LookupError: no such thing; Retry, or `headway rerun {night.key}`, " \
+          "goes on from there"
+    assert str(failed.value) == why
+    assert [(note["verdict"], note["reasons"]) for note in told] == [("failed", [why])]
 
 
 # -- a rerun by the night's key

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ SECRET = "s3cr3t-token"
 
 
 @contextmanager
-def webhook(status: int = 200) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def webhook(status: int = 200, leads_to: str | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Address of a server on loopback, and what it was sent."""
     taken: list[dict[str, Any]] = []
 
@@ -27,6 +28,12 @@ def webhook(status: int = 200) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def do_POST(self) -> None:
             taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(status)
+            if leads_to is not None:
+                self.send_header("Location", leads_to)
+            self.end_headers()
+
+        def do_GET(self) -> None:  # of who follows a 301 to an address that answers
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -54,6 +61,21 @@ def test_one_that_refuses_is_told_without_the_address(monkeypatch: pytest.Monkey
     with webhook(status) as (url, _):
         monkeypatch.setenv("HOOK", url)
         assert notify("env:HOOK", {}) == why
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_one_that_leads_elsewhere_has_not_taken_the_words(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    with webhook() as (elsewhere, taken), webhook(status, elsewhere) as (url, asked):
+        monkeypatch.setenv("HOOK", url)
+        assert notify("env:HOOK", {"text": "all is well"}) == f"it answered {status}; give the address it leads to"
+    assert (len(asked), taken) == (1, [])
+
+
+def test_a_block_whose_address_leads_elsewhere_has_not_sent_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect's Webhook does not follow it either, and says nothing of that."""
+    moved = SimpleNamespace(call=lambda words: SimpleNamespace(status_code=301))
+    monkeypatch.setattr("tasks.notifying._load", lambda name: moved)
+    assert notify("block:webhook/morning", {}) == "it answered 301; give the address it leads to"
 
 
 def test_one_that_is_not_there_is_told_without_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,9 @@ from rl_core.config import Config, field_kinds
 from rl_core.engine_plan import check_engine
 from rl_core.errors import ConfigError
 from rl_core.plan import InputFacts, describe, differing, make_plan, merge, parse_overrides, resolve
+from rl_core.revisions import config_of
+from rl_core.run_dir import RunDir
+from rl_core.run_identity import open_identity, read_identity
 
 FACTS = InputFacts(rows=100, longest_prompt=20, mean_prompt=15.0, validation_rows=10, model_bytes=1_600_000,
                    context=2048)
@@ -63,6 +67,34 @@ REFUSED = {
 def test_what_cannot_work_is_refused_with_field_and_value(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(resolve(load_preset("tiny-cpu"), parse_overrides(overrides)), FACTS)
+
+
+PASSWORDS = {
+    # tracking.uri -> what of it is shown
+    "of a database": ("postgresql://me:s3cr3t@host/db", "postgresql://me:***@host/db"),
+    "of a server": ("http://me:s3cr3t@host:5000", "http://me:***@host:5000"),
+    "of nobody": ("https://:s3cr3t@host", "https://:***@host"),
+    "with what should be escaped": ("postgresql://me:s/3#c@r3t@host/db", "postgresql://me:***@host/db"),
+}
+
+
+@pytest.mark.parametrize(("uri", "shown"), PASSWORDS.values(), ids=PASSWORDS)
+def test_a_password_is_refused_and_not_repeated_and_a_run_that_has_one_can_be_read(tmp_path: Path, uri: str,
+                                                                                   shown: str) -> None:
+    config = resolve(load_preset("tiny-cpu"), {"tracking": {"uri": uri}})
+    with pytest.raises(ConfigError) as refused:
+        make_plan(config)
+    said = str(refused.value)
+    assert said.startswith("tracking.uri: ") and "env:NAME" in said and said.endswith(f"(got {shown!r})")
+    run = RunDir(tmp_path / "k")
+    open_identity(run, "k", "tiny-cpu", config)
+    assert read_identity(run).config == config_of(run, 0) == config
+
+
+@pytest.mark.parametrize("uri", ["env:HEADWAY_TRACKING", "http://host:5000/a@b", "sqlite:////me@x/a:b@c.db",
+                                 "postgresql://me@host/db"])
+def test_a_uri_without_a_password_is_taken(uri: str) -> None:
+    make_plan(resolve(load_preset("tiny-cpu"), parse_overrides([f"tracking.uri={uri}"])), FACTS)
 
 
 @pytest.mark.parametrize("preset", preset_names())

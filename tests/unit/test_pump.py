@@ -6,6 +6,7 @@ answers, dies, or loses things.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,16 +16,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rl_core.config import Config
-from rl_core.errors import DeadlinePassed, FailureBudgetSpent, RewardError, WorkerDead
+from rl_core.errors import DeadlinePassed, FailureBudgetSpent, RewardError, WeightsDamaged, WorkerDead
 from rl_core.experience.audit import audit
 from rl_core.experience.experience import Experience
 from rl_core.experience.ledger import EndOfData, claims
 from rl_core.experience.outcomes import outcome_ids, put_outcome, read_outcome
 from rl_core.experience.shards import ShardWriter
-from rl_core.rollout.pump import CancelAnswer, Pump
-from rl_core.run_dir import OwnerLock, RunDir
+from rl_core.rollout.pump import VERSION_LOOK_S, CancelAnswer, Pump
+from rl_core.run_dir import OwnerLock, RunDir, put_if_absent, to_json
 from rl_core.types import (
     Claim,
     Landed,
@@ -37,6 +39,8 @@ from rl_core.types import (
     WorkerStatus,
 )
 from rl_core.versions import put_version
+from rl_core.weights import WEIGHTS_FILE, load_weights
+from rl_core.weights import publish as publish_bytes
 from tests.builders import make_prompt, make_trajectory
 
 B = 4
@@ -359,6 +363,20 @@ def test_groups_of_a_dead_worker_are_leased_again_under_the_same_try(run: RunDir
     assert {made.group_id for made in next(claims(run)).groups} == set(first.leased[:B])
 
 
+def test_an_outcome_that_a_dead_worker_could_not_tell_is_found(run: RunDir) -> None:
+    first = Worker(run, "rollout-0", group_s=60)
+    pool = Pool(run, first)
+    with pumping(run, make_config(), pool) as (experience, _):
+        wait_for(lambda: len(first.leased) == 3 * B)
+        name = first.leased[0]
+        lease, _ = first.in_flight[name]
+        put_outcome(run, Outcome(group_id=name, kind="poison", reason="prompt_refused", error="too long", try_no=0,
+                                 position=lease.prompt.position, dataset_epoch=0))
+        first.die()
+        claim(experience, 0)
+    assert set(first.leased) - set(pool.workers["rollout-0"].leased) == {name}
+
+
 def test_workers_that_keep_dying_spend_the_budget_and_wake_the_claim(run: RunDir) -> None:
     class Dying(Pool):
         def restart(self, name: str) -> Worker:
@@ -474,6 +492,59 @@ def test_engines_swap_one_after_the_other_the_oldest_first_to_the_newest_version
     for name, v in order[3:]:
         assert served[name] == min(served.values()), "one that is ahead waits until the others have caught up"
         served[name] = v
+
+
+class Reading(Worker):
+    """Takes no bytes but those of the version, as every engine."""
+
+    def swap(self, version: WeightVersion) -> str:
+        load_weights(self.run.weights(version.v), version)
+        return super().swap(version)
+
+
+def trained(run: RunDir, step: int) -> WeightVersion:
+    """The version behind `step` training steps, with its bytes."""
+    return publish_bytes(run, {"w": torch.full((64,), float(step))}, step, step, 1, make_config(weights={"keep": 9}))
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "torn": lambda weights: (weights / WEIGHTS_FILE).write_bytes(b"\0" * 300),
+    "gone": shutil.rmtree,
+}
+"""What a power loss leaves of a version that was published right before, or a reboot in shared memory."""
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_a_version_ahead_of_the_records_is_offered_once_its_step_has_made_its_bytes_again(
+        tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    run = RunDir(tmp_path)
+    versions = [trained(run, step) for step in range(3)]
+    put_if_absent(run.record(0), to_json({"step": 0}))
+    spoil(run.weights(2))
+    fresh, other = Reading(run, "rollout-0"), Reading(run, "rollout-1")
+    other.served = versions[2]  # another machine, which went on
+    with pumping(run, make_config(), Pool(run, fresh, other)) as (experience, _):
+        wait_for(lambda: fresh.swaps == [1])
+        time.sleep(2 * VERSION_LOOK_S)
+        assert (fresh.swaps, other.swaps) == ([1], []), "what it serves is whole there"
+        assert trained(run, 2) == versions[2]  # a voided step does no more than this
+        experience.wake()
+        wait_for(lambda: fresh.swaps == [1, 2])
+        put_if_absent(run.record(1), to_json({"step": 1}))
+        trained(run, 3)
+        experience.wake()
+        wait_for(lambda: (fresh.swaps, other.swaps) == ([1, 2, 3], [3]))
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_damaged_bytes_that_no_step_makes_again_end_the_run(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    run = RunDir(tmp_path)
+    for step in range(2):
+        trained(run, step)
+    put_if_absent(run.record(0), to_json({"step": 0}))
+    spoil(run.weights(1))
+    with pumping(run, make_config(), Pool(run, Reading(run, "rollout-0")), expect=WeightsDamaged) as (experience, _):
+        wait_for(lambda: experience.failure is not None)
 
 
 def test_a_worker_that_serves_other_bytes_is_killed_and_gets_no_lease(run: RunDir) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import mmap
 import os
 import resource
 import signal
@@ -456,6 +457,28 @@ def test_a_table_that_is_no_shard_and_an_absent_file_are_told_apart(tmp_path: Pa
         out.write_batch(table)
         out.write_batch(table)
     with pytest.raises(ShardCorrupt, match="2 record batches"):
+        verify_shard(path)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM], ids=["no files left", "no maps left"])
+def test_what_cannot_be_mapped_now_is_not_called_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         number: int) -> None:
+    run, writer = writer_in(tmp_path)
+    writer.land(groups(2))
+    path = run.shard(writer.stream, 0)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refused)
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            verify_shard(path)
+    assert (caught.value.errno, caught.value.filename) == (number, str(path))
+    assert verify_shard(path).rows == 2
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ShardCorrupt, match="not a whole Arrow file"):
         verify_shard(path)
 
 

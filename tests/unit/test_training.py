@@ -49,13 +49,14 @@ PLACES = {
     "nothing yet": ([], [], 0),
     "records alone": ([0, 1, 2], [], 3),
     "a voided step between": ([0, 2], [1], 3),
-    "a voided step behind, which the learner still passes": ([0, 1], [2], 2),
+    "voided steps behind": ([0, 1], [2, 3], 4),
+    "a voided step behind one that is to be trained": ([0, 1], [3], 2),
 }
 
 
 @pytest.mark.parametrize(("steps", "voided", "first"), PLACES.values(), ids=PLACES)
-def test_training_goes_on_behind_the_last_record(tmp_path: Path, steps: list[int], voided: list[int],
-                                                 first: int) -> None:
+def test_training_goes_on_at_the_first_step_that_is_not_done(tmp_path: Path, steps: list[int], voided: list[int],
+                                                            first: int) -> None:
     records(RunDir(tmp_path), steps, voided)
     assert first_step(RunDir(tmp_path)) == first
 

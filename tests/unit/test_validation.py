@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import combinations
@@ -44,8 +44,10 @@ from rl_core.validation import (
     read_validation,
     validated_steps,
 )
-from rl_core.versions import pin, pinned_versions, read_version, unpin
-from rl_core.weights import publish, read_tensors
+from rl_core.versions import pin, pinned_versions, read_version, unpin, validating_pin
+from rl_core.weights import WEIGHTS_FILE, publish, read_tensors
+from tasks.validation import PIN, validate_unfinished
+from tasks.validation import validate as validate_task
 
 SETTINGS: dict[str, Any] = {
     # A short clean warm-up: right about half of the time, so that accuracies are not trivial.
@@ -296,6 +298,99 @@ def test_pins_are_by_name_and_version(run: RunDir) -> None:
     assert pinned_versions(run) == {7}
     with pytest.raises(ValueError, match=r"pin name '\.\./x'"):
         pin(run, "../x", 1)
+
+
+class Starting:
+    """What a validation needs of an owner whose earlier start was stopped in it."""
+
+    def __init__(self, run: RunDir, validator: Validator) -> None:
+        self.run, self.config, self._validator = run, configured(), validator
+        self.validator = self.progress = self.experience = self
+        self.validating = threading.Lock()
+        self.validated, self.validations_left = set[int](), set[int]()
+        self.validations: list[Future[Any]] = []
+        self.notes: list[str] = []
+        self.failures: list[BaseException] = []
+
+    def call(self, method: str, version: WeightVersion, step: int, deadline_s: float) -> dict[str, Any]:
+        assert (method, deadline_s) == ("validate", self.config.deadlines.validation_s)
+        return self._validator.validate(version, step)
+
+    def set(self, *, note: str) -> None:
+        self.notes.append(note)
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    def saw_validation(self, record: dict[str, Any]) -> None:
+        assert record["step"] in self.validated
+
+
+@pytest.fixture
+def starting(run: RunDir, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def at_once(*args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(validate_task.fn(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    monkeypatch.setattr(validate_task, "submit", at_once)
+    return Starting(run, validator_of(run, configured(), parts))
+
+
+def zeroed(path: Path) -> None:
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+LEFT: dict[str, tuple[Callable[[Path], object], str | None]] = {
+    "whole": (lambda weights: None, None),
+    "without a byte": (lambda weights: (weights / WEIGHTS_FILE).write_bytes(b""), "model.safetensors: "),
+    "zeroed": (lambda weights: zeroed(weights / WEIGHTS_FILE), "model.safetensors: "),
+    "without their file": (lambda weights: (weights / WEIGHTS_FILE).unlink(), "model.safetensors: "),
+    "gone": (shutil.rmtree, "absent"),
+}
+"""What has become of the pinned weights, and the end of why there is no validation."""
+
+
+@pytest.mark.parametrize(("spoil", "why"), LEFT.values(), ids=LEFT)
+def test_a_validation_that_an_earlier_start_left_is_made_up_or_told_and_nothing_stays_pinned(
+        run: RunDir, starting: Any, spoil: Callable[[Path], object], why: str | None) -> None:
+    version = publish_model(run, step=2)
+    for name in (PIN, validating_pin(2)):  # as a kill in the middle leaves them
+        pin(run, name, version.v)
+    spoil(run.weights(version.v))
+    validate_unfinished(starting)
+    for validation in starting.validations:
+        validation.result()
+    assert validated_steps(run) == ([2] if why is None else [])
+    assert starting.failures == [] and pinned_versions(run) == set() and starting.validations_left == set()
+    if why is None:
+        assert starting.notes == []
+    else:
+        assert len(starting.notes) == 1 and why in starting.notes[0]
+        assert starting.notes[0].startswith("no validation after 2 training steps: an earlier start ended in it, and ")
+
+
+def test_a_validator_that_died_behind_its_record_leaves_no_pin(run: RunDir, starting: Any) -> None:
+    version = publish_model(run, step=2)
+    starting.validated.add(2)
+    validate_task.fn(starting, 2, version)
+    for now in (lambda: validate_unfinished(starting), lambda: validate_task.fn(starting, 2, version)):
+        for name in (PIN, validating_pin(2)):
+            pin(run, name, version.v)
+        now()  # at the next start; and asked again in the same one
+        assert pinned_versions(run) == set()
+    assert starting.validations == [] and starting.notes == []
+
+
+def test_weights_that_are_damaged_under_a_validation_of_this_start_end_the_run(run: RunDir, starting: Any) -> None:
+    version = publish_model(run, step=2)
+    zeroed(run.weights(version.v) / WEIGHTS_FILE)
+    with pytest.raises(WeightsDamaged):
+        validate_task.fn(starting, 2, version)
+    assert [type(error) for error in starting.failures] == [WeightsDamaged] and starting.notes == []
 
 
 def scored(reward: float | None, correct: float | None = None) -> Answer:

@@ -4,14 +4,18 @@ once."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rl_core import versions
 from rl_core.config import Config
 from rl_core.errors import DeadlinePassed, DeadPart, FailureBudgetSpent, RunEnded, WorkerDead
+from rl_core.run_dir import RunDir
 from rl_core.types import WeightVersion
-from tasks.validation import ValidatorDeaths, _measure  # pyright: ignore
+from tasks.validation import ValidatorDeaths, _measure, validate_beside  # pyright: ignore
 
 Answer = dict[str, Any] | Exception
 RECORD: dict[str, Any] = {"greedy_accuracy": 0.5}
@@ -68,6 +72,23 @@ CASES: dict[str, tuple[int, list[Answer], list[Exception | None], type[Exception
     "one that is not up in time": (2, [DEAD], [SILENT], DeadlinePassed, 1),
     "the start has ended": (2, [DEAD], [ENDED], RunEnded, 1),
 }
+
+
+def test_what_is_validated_beside_training_is_looked_up_without_reading_every_version_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, read = RunDir(tmp_path), list[int]()
+    made: Any = SimpleNamespace(run=run, config=Config(), versions={}, validated={0, 2, 3})
+    really = versions.read_version
+
+    def noted(of: RunDir, v: int) -> WeightVersion:
+        read.append(v)
+        return really(of, v)
+
+    monkeypatch.setattr(versions, "read_version", noted)
+    for v, steps_done in ((0, 0), (1, 2), (2, 3)):
+        versions.put_version(run, WeightVersion(v=v, step=steps_done, idx=v, attempt=1, digest=str(v)))
+        validate_beside(made, steps_done)
+    assert read == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("allowed", "answers", "starts", "error", "started"), CASES.values(), ids=CASES)

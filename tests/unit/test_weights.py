@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.config import Config, StorageConfig, WeightsConfig
 from rl_core.errors import StaleAttempt, WeightsDamaged
+from rl_core.lora.canary import PROBE_FILE, Place, Probe, read_probe
 from rl_core.run_dir import RunDir
 from rl_core.versions import learn_versions, pin, read_versions, unpin
 from rl_core.weights import changed_share, digest_tensors, diverged, load_weights, prune_weights, publish, write_weights
@@ -94,6 +95,16 @@ def test_adoption_writes_bytes_again_that_are_gone_or_rotten(run):
             load_weights(run.weights(0), version)
         assert publish(run, tensors(0), 0, 0, 1, CONFIG) == version
         load_weights(run.weights(0), version)
+
+
+def test_adoption_writes_the_probe_of_an_adapter_again_that_is_gone_or_torn(run):
+    probe = Probe((Place(prompt=(1, 2), token_ids=(5, 6), adapter=(-1.0, -2.0), base=(-1.5, -1.2)),))
+    version = publish(run, tensors(0), 0, 0, 1, CONFIG, probe=probe)
+    file = run.weights(0) / PROBE_FILE
+    for spoil in (file.unlink, lambda: file.write_bytes(b"")):
+        spoil()
+        assert publish(run, tensors(0), 0, 0, 1, CONFIG, probe=probe) == version
+        assert read_probe(run.weights(0)) == probe
 
 
 def test_bytes_left_without_a_manifest_by_a_kill_are_adopted_if_equal_and_never_overwritten(run):

@@ -20,7 +20,8 @@ def m2po_tokens(behavior_K: Tensor, proximal_K: Tensor, *, tau: float = 0.04) ->
     """
     square_K = (behavior_K - proximal_K).double().square()
     order = square_K.argsort(stable=True)
-    mean_K = square_K[order].cumsum(0) / torch.arange(1, len(order) + 1, dtype=torch.float64, device=order.device)
+    ascending_K = square_K[order].cpu()  # on the host: CUDA has no cumulative sum whose bits are always the same
+    mean_K = ascending_K.cumsum(0) / torch.arange(1, len(order) + 1, dtype=torch.float64)
     kept = max(1, int((mean_K <= tau).sum()))  # means of ascending values ascend
     masked_K = torch.zeros_like(square_K, dtype=torch.bool)
     masked_K[order[kept:]] = True

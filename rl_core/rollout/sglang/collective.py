@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, cast
 
+from rl_core.errors import WeightsDamaged
 from rl_core.rollout.sglang.client import SglangClient
 from rl_core.rollout.sglang.sending import GROUP_S, Address
 from rl_core.rollout.sglang.wire import ReplicaFailed, ServerRefused, as_object
@@ -40,7 +41,7 @@ class Channel:
         return not (self._reader.at_eof() or self._writer.is_closing())
 
     async def prepare(self, version: WeightVersion, deadline_s: float) -> None:
-        """The sender reads and verifies the version. Raises ReplicaFailed."""
+        """The sender reads and verifies the version. Raises WeightsDamaged, ReplicaFailed."""
         told = await self.ask({"version": version.v}, deadline_s)
         if told.get("digest") != version.digest:
             raise ReplicaFailed(f"the sender holds digest {told.get('digest')} for version {version.v}, which is "
@@ -73,7 +74,8 @@ class Channel:
         return await self.hear(deadline_s)
 
     async def hear(self, deadline_s: float) -> dict[str, Any]:
-        """What the sender says next. Raises ReplicaFailed for what it could not do, and when it is gone or silent."""
+        """What the sender says next. Raises WeightsDamaged where the bytes of a version are, ReplicaFailed for what
+        else it could not do, and when it is gone or silent."""
         try:
             line = await asyncio.wait_for(self._reader.readline(), deadline_s)
         except (OSError, TimeoutError, ValueError) as error:
@@ -81,6 +83,8 @@ class Channel:
         if not line:
             raise ReplicaFailed("the sender of weights hung up: its learner is gone")
         answer = as_object(line)
+        if "damaged" in answer:
+            raise WeightsDamaged(f"the sender of weights: {answer['damaged']}")
         if "error" in answer:
             raise ReplicaFailed(f"the sender of weights: {answer['error']}")
         return answer

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from rl_core.config import Config, SglangEngineConfig
+from rl_core.errors import WeightsDamaged
 from rl_core.run_dir import RunDir, read_json, to_json
 from rl_core.types import WeightVersion
 from rl_core.versions import read_version
@@ -153,6 +154,8 @@ class _Session:
             for asked in self._lines():
                 try:
                     self._answer(asked)
+                except WeightsDamaged as error:  # no reason to hang up: the server is given others
+                    self._say({"damaged": str(error)})
                 except Exception as error:  # the edge of the learner: the engine hears it, training goes on
                     self._say({"error": f"{type(error).__name__}: {error}"})
                     return

@@ -78,7 +78,8 @@ async def swap(client: SglangClient, published: Published, held: Held, *, mode: 
     as the first server said it; the others must say the same. The bytes come from disk, or through `channel`.
     `while_paused` is awaited before they do.
 
-    Raises WeightsRefused (the server goes on with its old weights), ReplicaFailed (it is not to be used any more).
+    Raises WeightsRefused, and WeightsDamaged where the sender finds that (the server goes on with its old weights),
+    ReplicaFailed (it is not to be used any more).
     """
     version, flush = published.version, mode != "in_place"
     if channel is not None:
