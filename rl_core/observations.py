@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from rl_core.errors import BrokenFile, FormatTooNew
 from rl_core.gaps import Gaps, found
 from rl_core.metrics import names
 from rl_core.records import read_record, recorded_steps
@@ -49,7 +50,11 @@ def make_up_observations(run: RunDir) -> None:
     """Give every recorded step an observation that can be read, if only of NaN: its owner was stopped before it wrote
     that of the last ones, or a power loss tore them. For the owner, at a start."""
     for step in recorded_steps(run):
-        if seen_observation(run, step) is None:
+        try:
+            read_observation(run, step)
+        except FormatTooNew:
+            raise
+        except (BrokenFile, FileNotFoundError, KeyError, TypeError, ValueError):
             run.observation(step).unlink(missing_ok=True)
             put_observation(run, step, dict.fromkeys(names("owner"), math.nan), read_record(run, step).ts_us)
 

@@ -63,8 +63,9 @@ VARIANTS: dict[str, Any] = {"learner.advantage": AdvantageConfig, "learner.loss"
 TYPES = {"model": ("tiny", "local"), "engine": ("torch", "sglang"), "advantage": tuple(variants(AdvantageConfig)),
          "loss": tuple(variants(LossConfig))}
 """Parts of several types: pydantic puts the type into the place of an error, which is no name of a setting."""
-PASSWORD = re.compile(r"(://[^:/@]*:)(?!\d*/).*@")
+PASSWORD = re.compile(r"(://[^:/]*:)(?!\d*(?:[/?]|$)).*@")
 """From a URI's user to its host, with what is special left as it is in the password; no port with an @ behind it."""
+QUERY_PASSWORD = re.compile(r"([?&]password=)[^&#]*", re.IGNORECASE)
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -266,7 +267,8 @@ class Plan:
     disk_bytes: int
     """Estimate for the whole run, the copy of the initial model included."""
     memory_bytes: int
-    """Estimate of parameters, gradients, optimizer, and one copy per engine or server, and for validation."""
+    """Estimate of parameters, gradients and optimizer, sharded over the ranks, and of one copy per engine or server,
+    and for validation."""
     activation_bytes: int
     """Estimate for a full micro-batch on one learner rank, with the logits that are held at once; 0: not known."""
     cache_bytes: int
@@ -390,9 +392,7 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
         group_bytes=group_bytes,
         reserve_bytes=reserve,
         disk_bytes=disk,
-        memory_bytes=model_bytes * (config.learner.ranks + copies_of_weights(config) + 1)
-        + 3 * trained_bytes * config.learner.ranks
-        + config.learner.ranks * held_role_bytes(of_roles),
+        memory_bytes=model_bytes * (1 + copies_of_weights(config) + 1) + 3 * trained_bytes + held_role_bytes(of_roles),
         activation_bytes=facts.activation_bytes if facts else 0,
         cache_bytes=facts.cache_bytes if facts else 0,
         gpus=gpus_by_role(config),
@@ -401,8 +401,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
 
 def check_tracking(uri: Any) -> None:
     """Raises ConfigError for a `tracking.uri` with a password, which it does not show. Earlier versions stored them."""
-    if isinstance(uri, str) and PASSWORD.search(uri) is not None:
-        refuse("tracking.uri", PASSWORD.sub(r"\1***@", uri),
+    if isinstance(uri, str) and (PASSWORD.search(uri) or QUERY_PASSWORD.search(uri)):
+        refuse("tracking.uri", QUERY_PASSWORD.sub(r"\1***", PASSWORD.sub(r"\1***@", uri)),
                "settings are kept and shown in many places, and a password is for none of them; put the whole URI into "
                "a variable, and write tracking.uri=env:NAME")
 

@@ -46,7 +46,8 @@ def settings(prefix: str = "") -> list[Setting]:
         every.setdefault(row.name.rpartition(".")[0], set()).update(row.only)
     made = [Setting(*key, only=() if set(only) == every[key[0].rpartition(".")[0]] else tuple(only))
             for key, only in rows.items()]
-    rows_of = [row for row in _choices_first(made) if not prefix or f"{row.name}.".startswith(f"{prefix}.")]
+    rows_of = [row for row in _choices_first(made)
+               if not prefix or f"{row.name}.".replace("[]", "").startswith(f"{prefix}.")]
     if not rows_of:
         parents = {row.name.rpartition(".")[0] for row in made} - {""}
         raise ConfigError(unknown_setting(prefix, [*parents, *(row.name for row in made)]))
@@ -96,11 +97,11 @@ def _walk(model: type[Part], prefix: str, only: tuple[str, ...]) -> Iterator[Set
         parts = parts_of(info.annotation)
         for part in parts:
             yield from _walk(part, f"{prefix}{name}.", _choice(part) if len(parts) > 1 else ())
-        for element in _elements(info.annotation):
-            yield from _walk(element, f"{prefix}{name}[].", only)
         if not parts:
             kind: Kind = info.json_schema_extra["kind"]  # type: ignore[index, assignment]
             yield Setting(prefix + name, _values(info), _default(info), kind, info.description or "", only)
+        for element in _elements(info.annotation):
+            yield from _walk(element, f"{prefix}{name}[].", only)
 
 
 def _elements(annotation: Any) -> list[type[Part]]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError, refuse
-from rl_core.plan import PASSWORD
+from rl_core.plan import PASSWORD, QUERY_PASSWORD
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import RunDir
 from tasks import databases, kept
@@ -85,7 +85,9 @@ def destination_of(run: RunDir) -> Destination:
 
 
 def redact(uri: str) -> str:
-    """The URI without its password: `postgresql://me:pw@host/db` -> `postgresql://me:***@host/db`."""
+    """The URI without its password: `postgresql://me:pw@host/db` -> `postgresql://me:***@host/db`; also one in the
+    query."""
+    uri = QUERY_PASSWORD.sub(r"\1***", uri)
     parts = urlsplit(uri)
     if parts.password is None:
         return uri

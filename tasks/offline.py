@@ -166,6 +166,8 @@ def check_enough(owner: Owner) -> None:
     experience.discover(full=True)
     need = config.groups_per_step * (config.total_steps - experience.next_step)
     if need > experience.L:
+        if (unread := next(iter(experience.discovery.unread.values()), None)) is not None:
+            raise OSError(f"not all shards of run {config.data.shards_from} can be read now: {unread}")
         most = experience.next_step + experience.L // config.groups_per_step
         raise ShardsSpent(f"total_steps is {config.total_steps}, but the usable groups of run {config.data.shards_from}"
                           f" make {most} steps ({experience.L} wait, {need} are needed): headway train --run-key "

@@ -59,7 +59,7 @@ def validate(owner: Owner, step: int, version: WeightVersion, unfinished: bool =
         with owner.validating:  # one engine: one after the other
             record = _measure(owner, version, step)
     except BaseException as error:
-        if unfinished and isinstance(error, WeightsDamaged):
+        if unfinished and type(error) is WeightsDamaged:  # and not WeightsRefused, by a server that takes none now
             _give_up(owner, version, str(error))
             return None
         owner.experience.fail(error)  # the flow ends with it now, not when it asks for this result
@@ -78,6 +78,7 @@ def _let_go(run: RunDir, version: WeightVersion) -> None:
 def _give_up(owner: Owner, version: WeightVersion, why: str) -> None:
     owner.progress.set(note=f"no validation after {version.step} training steps: an earlier start ended in it, and the "
                             f"weights are lost ({why})")
+    owner.validated.discard(version.step)
     _let_go(owner.run, version)
 
 

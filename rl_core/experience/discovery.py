@@ -164,6 +164,7 @@ class Discovery:
         for stream, seq in shards:
             self._seen.setdefault(stream, set()).add(seq)
             self.landed_bytes -= self._sizes.pop((stream, seq), 0)
+            self.unread.pop(ShardRef(stream=stream, seq=seq), None)
 
     def _fully_claimed(self, ref: ShardRef, path: Path) -> int | None:
         """Rows of a shard that claims have used up: nothing in it can be claimed, so it is not verified again."""

@@ -90,8 +90,8 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
         keys = call.query if call.key is None else call.key
         mask = headway_rows.mask(number, sliding_window, query.dtype)
         keys_here, values_here = of_key.at(keys), of_value.at(keys)
-        if (spread := grouped and mask is not None and query.is_cuda):
-            # No kernel but the plain one, which keeps all weights, takes a mask and grouped queries on CUDA.
+        if (spread := grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32)):
+            # No kernel but the plain one, which keeps all weights, takes grouped queries so on CUDA.
             keys_here, values_here = (x.repeat_interleave(shared_by, dim=1) for x in (keys_here, values_here))
         out = scaled_dot_product_attention(of_query.at(call.query), keys_here, values_here, attn_mask=mask,
                                            is_causal=mask is None, scale=scaling, enable_gqa=grouped and not spread)

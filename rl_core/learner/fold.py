@@ -186,7 +186,8 @@ class Fold:
         seconds = {"read": read - begin, "build": built - read, "update": time.monotonic() - built,
                    "since_update": result.first_forward_s - self._updated_s}
         self._updated_s = result.updated_s
-        return Trained(claim, rows, result, facts, config, seconds, begin, beside, state.roles.digests(config.learner))
+        return Trained(claim, rows, result, facts, config, seconds, begin, beside,
+                       state.roles.digests(config.learner, keep=self._ranks.rank == 0))
 
     def metrics(self, trained: Trained, changed: float) -> dict[str, float]:
         """The learner's metrics that are a function of the step (`Metric.of_step`), and the reward parts.

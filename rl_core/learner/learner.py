@@ -146,12 +146,10 @@ class Learner:
 
     def _train_at_its_turn(self, step: int, attempt: int | None, staging: Staging,
                            ahead: Read | None) -> StepRecord | None:
-        with self._owned(attempt) as attempt:
+        with self._owned(attempt, alike=True) as attempt:
             if step > self._next >= 0:  # sent ahead of the step before it: that one's turn comes first
                 self._lock.wait_for(lambda: self._next in (step, -1), timeout=TURN_S)
-                check_attempt(self._run, attempt)
-            if step != self._next:
-                raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
+            self._check_turn(step, attempt)
             self._busy_since = time.monotonic()
             try:
                 with self._ledger.during("busy", step):
@@ -162,6 +160,17 @@ class Learner:
             finally:
                 self._busy_since = None
                 self._lock.notify_all()
+
+    def _check_turn(self, step: int, attempt: int) -> None:
+        """That this is the next step, and of the newest attempt, decided on all ranks alike: of two that decide by
+        themselves one could wait for the other in a collective. Raises StaleAttempt, ValueError."""
+        stale, astray = self._ranks.max([float(newest_attempt(self._run) > attempt), float(step != self._next)])
+        if stale:
+            check_attempt(self._run, attempt)  # what one rank has seen is there for all
+        if stale or astray:
+            whose = "its state" if step != self._next else "the state of another rank"
+            raise ValueError(f"learner: asked to train step {step}, but the next step of {whose} is "
+                             f"{self._next if step != self._next else 'another one'}")
 
     def publish_current(self, attempt: int | None = None) -> WeightVersion | None:
         """Make the last scheduled publication real if it is not yet, its bytes in place, and return it (rank 0; others
@@ -343,14 +352,17 @@ class Learner:
     # -- state and weights
 
     @contextmanager
-    def _owned(self, attempt: int | None) -> Generator[int, None, None]:
+    def _owned(self, attempt: int | None, *, alike: bool = False) -> Generator[int, None, None]:
         """One call at a time, of the newest attempt (else StaleAttempt), which it gives. A newer owner takes over what
-        still runs, published and recorded in its name, but nothing that waits."""
+        still runs, published and recorded in its name, but nothing that waits. `alike`: whose attempt it is is asked
+        inside, by `_check_turn`."""
         attempt = self._attempt if attempt is None else attempt
-        check_attempt(self._run, attempt)
+        if not alike:
+            check_attempt(self._run, attempt)
         self._attempt = max(self._attempt, attempt)
         with self._lock, named_collectives(self._ranks.rank):
-            check_attempt(self._run, attempt)  # its owner may be over since: a step sent ahead waits for the one before
+            if not alike:
+                check_attempt(self._run, attempt)  # its owner may be over since: it may have waited here
             torch.set_num_threads(self._config.learner.threads)
             yield attempt
 
@@ -378,7 +390,8 @@ class Learner:
         memory of rank 0."""
         state, kept = self._fold.state, None
         if (self._config.publish_every > 1 or state.lora.used) and self._ranks.rank == 0:
-            kept = {name: tensor.clone() for name, tensor in weights.items()}
+            own = self._ranks.ranks == 1 and self._ranks.device.type == "cpu"  # the policy's memory, which changes
+            kept = {name: tensor.clone() for name, tensor in weights.items()} if own else weights
         if digest is None:
             digest = digest_tensors(weights.items()) if self._ranks.rank == 0 else ""
         room = self._config.data.max_prompt_tokens + self._config.sampling.max_new_tokens

@@ -41,6 +41,8 @@ class Ranks:
         self.device = device
         if ranks > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
+            if device.type == "cuda":  # what is sharded later goes to the current device
+                torch.cuda.set_device(device)
             where = rendezvous if urlparse(rendezvous).scheme else f"file://{rendezvous}"
             dist.init_process_group(backend, init_method=where, rank=rank, world_size=ranks,
                                     timeout=timedelta(seconds=deadline_s))

@@ -132,13 +132,14 @@ class Roles:
             self.reference = self._frozen("reference", learner, ranks)
             load_weights(self.reference, reference)
 
-    def digests(self, learner: LearnerConfig) -> dict[str, str]:
-        """Of the weights of the roles that these settings train or refresh: `{"critic": "..."}`."""
+    def digests(self, learner: LearnerConfig, *, keep: bool = True) -> dict[str, str]:
+        """Of the weights of the roles that these settings train or refresh: `{"critic": "..."}`. Without `keep` (as in
+        on_host) they say nothing."""
         asked, found = asked_roles(learner), dict[str, str]()
         if "critic" in asked and self.critic is not None:
-            found["critic"] = digest_tensors(full_weights(self.critic).items())
+            found["critic"] = digest_tensors(full_weights(self.critic, keep=keep).items())
         if "reference" in asked and self.reference is not None and self.reference_step:
-            found["reference"] = digest_tensors(full_weights(self.reference).items())
+            found["reference"] = digest_tensors(full_weights(self.reference, keep=keep).items())
         return found
 
 

@@ -37,7 +37,7 @@ def is_base(learner: LearnerConfig) -> bool:
 
 
 def held_role_bytes(of_roles: Mapping[str, int]) -> int:
-    """What a rank holds of the roles (bytes of their parameters): of a critic gradients and two moments, too."""
+    """What all ranks together hold of the roles (bytes of their parameters): of a critic gradients and moments, too."""
     return sum(size * (4 if role == "critic" else 1) for role, size in of_roles.items())
 
 

@@ -188,6 +188,8 @@ class FunctionalModel:
     def prepare(self, named: Mapping[str, Tensor]) -> Prepared:
         try:
             ready = prepare_decoder(named, self.shape, self._dtype, self._device)
+        except torch.OutOfMemoryError:
+            raise
         except (KeyError, RuntimeError) as error:
             raise WeightsDamaged(f"weights do not fit the model: {error}") from error
         if self._expected is not None and {name: tensor.shape for name, tensor in ready.items()} != self._expected:

@@ -105,7 +105,7 @@ def test_steps_have_the_same_bits_again_and_with_blocks_that_are_recomputed(tmp_
 def test_steps_are_those_of_the_host_but_for_rounding(tmp_path: Path) -> None:
     weights = []
     for place, name in (("here", DEVICE), ("host", "cpu")):
-        config = settings(device=name)
+        config = settings(device=name, adam_eps=1e-4)  # or the sign of a gradient that is nearly 0 moves a whole lr
         run = new_run(tmp_path / place, config)
         trained(run, config)
         newest = max(read_versions(run).values(), key=lambda version: version.v)

@@ -74,6 +74,8 @@ PASSWORDS = {
     "of a database": ("postgresql://me:s3cr3t@host/db", "postgresql://me:***@host/db"),
     "of a server": ("http://me:s3cr3t@host:5000", "http://me:***@host:5000"),
     "of nobody": ("https://:s3cr3t@host", "https://:***@host"),
+    "of a user with an @": ("postgresql://me@corp:s3cr3t@host/db", "postgresql://me@corp:***@host/db"),
+    "in the query": ("postgresql://host/db?user=me&password=s3cr3t", "postgresql://host/db?user=me&password=***"),
     "with what should be escaped": ("postgresql://me:s/3#c@r3t@host/db", "postgresql://me:***@host/db"),
 }
 

@@ -108,7 +108,7 @@ def test_a_gpu_preset_is_planned_to_the_end_where_its_inputs_are_known(capsys: p
             "sampling.max_new_tokens=64"]
     said, err = planned(capsys, "grpo-8gpu", *sets)
     assert said["plan"]["gpus"] == {"learner": 4.0, "rollout": 3.0, "validation": 1.0}
-    assert said["plan"]["memory_bytes"] == 4 * 401408 * (4 * 4 + 3 + 1)
+    assert said["plan"]["memory_bytes"] == 4 * 401408 * (4 + 3 + 1)
     assert [line.split(":")[1].strip() for line in err] == ["learner.device", "rollout.engine.device"]
     assert launch("grpo-8gpu", sets, None, as_json=False, verbose=True) == 2
     _, err = capsys.readouterr()

@@ -61,6 +61,7 @@ def test_what_belongs_to_one_choice_says_to_which_and_another_meaning_has_a_row_
 def test_a_name_leads_to_what_stands_below_it_and_a_wrong_one_to_the_nearest() -> None:
     assert {row.name.split(".")[0] for row in settings("staleness")} == {"staleness"}
     assert [row.name for row in settings("staleness.bound")] == ["staleness.bound"]
+    assert [row.name for row in settings("data.train")] == ["data.train", "data.train[].path", "data.train[].weight"]
     for wrong, near in (("learner.los", "learner.loss"), ("stalenes.bound", "staleness.bound")):
         with pytest.raises(ConfigError, match=f"^{wrong}: no such setting; did you mean `{near}`\\?$"):
             settings(wrong)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import json
 import mmap
 import os
@@ -485,6 +486,7 @@ def test_what_cannot_be_mapped_now_is_not_called_corrupt(tmp_path: Path, monkeyp
 def test_verification_keeps_no_file_open(tmp_path: Path) -> None:
     run, writer = writer_in(tmp_path)
     writer.land(groups(2))
+    gc.collect()  # files that others have left to the collector
     before = len(os.listdir("/proc/self/fd"))
     infos = [verify_shard(run.shard(writer.stream, 0)) for _ in range(20)]
     assert len(infos) == 20 and len(os.listdir("/proc/self/fd")) == before
