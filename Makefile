@@ -45,7 +45,7 @@ STUDY_REPORT ?=
 help:
 	@echo 'make quickstart   install, then train a small model on this machine'
 	@echo 'make venv         install alone'
-	@echo 'make test         install, then the tests (nine minutes on two cores)'
+	@echo 'make test         install, then the tests (eleven minutes on two cores)'
 	@echo 'make test-runs    whole runs that do not fit into these: other starts, other data, the wheel (four minutes)'
 	@echo 'make test-algorithms  a whole run of every estimator, loss, correction and model beside the policy (at most 20 minutes)'
 	@echo 'make test-gpu     what is promised of a CUDA device, on a machine that has one (docs/gpus.md)'

@@ -25,7 +25,7 @@ from rl_core.judge_settings import JudgeConfig, RewardModelConfig
 from rl_core.lora.settings import LoraConfig
 from rl_core.loss_settings import LossConfig, PpoClipLoss
 from rl_core.roles.settings import CriticConfig, ReferenceConfig, TeacherConfig
-from rl_core.settings import Kind, Part, environment, identity, of_kind, operational, training
+from rl_core.settings import Kind, Part, environment, identity, kind_of, of_kind, operational, training
 
 REWARDS = ("exact", "regex", "gsm8k", "math_verify", "code", "judge", "reward_model")
 """Rewards by name; `reasoning_gym:<name>` and functions by path beside them."""
@@ -609,7 +609,7 @@ def field_kinds(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, 
         for part in parts_of(info.annotation):
             kinds |= field_kinds(part, f"{prefix}{name}.")
         if not parts_of(info.annotation):
-            kinds[prefix + name] = cast(dict[str, Kind], info.json_schema_extra)["kind"]
+            kinds[prefix + name] = kind_of(info)
     return kinds
 
 

@@ -7,7 +7,6 @@ imports no torch.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import field as made_by
@@ -48,6 +47,7 @@ from rl_core.reward_settings import check_scoring, with_task
 from rl_core.roles.plan import asked_roles, held_role_bytes, policy_learns, role_words, saved_role_bytes
 from rl_core.schedules import checkpoints_at_once
 from rl_core.settings import unknown_setting
+from rl_core.uris import has_password, without_password
 from rl_core.validation_plan import check_validation, check_validation_inputs
 from rl_core.variants import carried, variants
 
@@ -63,9 +63,6 @@ VARIANTS: dict[str, Any] = {"learner.advantage": AdvantageConfig, "learner.loss"
 TYPES = {"model": ("tiny", "local"), "engine": ("torch", "sglang"), "advantage": tuple(variants(AdvantageConfig)),
          "loss": tuple(variants(LossConfig))}
 """Parts of several types: pydantic puts the type into the place of an error, which is no name of a setting."""
-PASSWORD = re.compile(r"(://[^:/]*:)(?!\d*(?:[/?]|$)).*@")
-"""From a URI's user to its host, with what is special left as it is in the password; no port with an @ behind it."""
-QUERY_PASSWORD = re.compile(r"([?&]password=)[^&#]*", re.IGNORECASE)
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -401,8 +398,8 @@ def make_plan(config: Config, facts: InputFacts | None = None) -> Plan:
 
 def check_tracking(uri: Any) -> None:
     """Raises ConfigError for a `tracking.uri` with a password, which it does not show. Earlier versions stored them."""
-    if isinstance(uri, str) and (PASSWORD.search(uri) or QUERY_PASSWORD.search(uri)):
-        refuse("tracking.uri", QUERY_PASSWORD.sub(r"\1***", PASSWORD.sub(r"\1***@", uri)),
+    if isinstance(uri, str) and has_password(uri):
+        refuse("tracking.uri", without_password(uri),
                "settings are kept and shown in many places, and a password is for none of them; put the whole URI into "
                "a variable, and write tracking.uri=env:NAME")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 Kind = Literal["identity", "training", "operational", "environment"]
 
@@ -14,6 +15,11 @@ Kind = Literal["identity", "training", "operational", "environment"]
 def of_kind(kind: Kind) -> dict[str, Any]:
     """What a field carries so that its kind is known."""
     return {"kind": kind}
+
+
+def kind_of(field: FieldInfo) -> Kind:
+    """What `of_kind` gave a field."""
+    return cast(dict[str, Kind], field.json_schema_extra)["kind"]
 
 
 def identity(default: Any, text: str, **limits: Any) -> Any:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from rl_core.config import Config, parts_of
 from rl_core.errors import ConfigError
-from rl_core.settings import Kind, Part, unknown_setting
+from rl_core.settings import Kind, Part, kind_of, unknown_setting
 
 CHOICES = ("type", "name")
 """Fields by whose value one of several settings models is taken: `model.type`, `learner.loss.name`."""
@@ -98,8 +98,7 @@ def _walk(model: type[Part], prefix: str, only: tuple[str, ...]) -> Iterator[Set
         for part in parts:
             yield from _walk(part, f"{prefix}{name}.", _choice(part) if len(parts) > 1 else ())
         if not parts:
-            kind: Kind = info.json_schema_extra["kind"]  # type: ignore[index, assignment]
-            yield Setting(prefix + name, _values(info), _default(info), kind, info.description or "", only)
+            yield Setting(prefix + name, _values(info), _default(info), kind_of(info), info.description or "", only)
         for element in _elements(info.annotation):
             yield from _walk(element, f"{prefix}{name}[].", only)
 

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from rl_core.errors import ConfigError, DeadPart
+from rl_core.uris import redact
 from tasks import crash_notices, kept, servers, silent_runs
-from tasks.destination import redact
 
 DEPLOY_S = 120.0
 """For all of them; Prefect's command takes a few seconds."""

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit, urlunsplit
 
 from rl_core.config import Config
 from rl_core.errors import ConfigError, refuse
-from rl_core.plan import PASSWORD, QUERY_PASSWORD
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import RunDir
+from rl_core.uris import is_uri, redact
 from tasks import databases, kept
 from tasks.paths import headway_home
 
@@ -63,43 +62,16 @@ def _held(named: str, environ: Mapping[str, str]) -> str:
     uri = environ.get(name, "")
     if not uri:
         refuse("tracking.uri", named, f"there is no variable {name} in the environment, or it is empty")
-    if not _is_uri(uri):
+    if not is_uri(uri):
         refuse("tracking.uri", named, f"the variable {name} holds no URI; write sqlite:////path/mlflow.db, "
                "http://user:password@host:port or postgresql://user:password@host:port/database into it, and what is "
                "special in the password as %2F")
     return uri
 
 
-def _is_uri(uri: str) -> bool:
-    """Whether it is one, and `redact` would find its password."""
-    try:
-        password = urlsplit(uri).password
-    except ValueError:
-        return False
-    return "://" in uri and (password is not None or PASSWORD.search(uri) is None)
-
-
 def destination_of(run: RunDir) -> Destination:
     """Where a run that exists is tracked."""
     return destination(config_of(run, current_revision(run)), headway_home())
-
-
-def redact(uri: str) -> str:
-    """The URI without its password: `postgresql://me:pw@host/db` -> `postgresql://me:***@host/db`; also one in the
-    query."""
-    uri = QUERY_PASSWORD.sub(r"\1***", uri)
-    parts = urlsplit(uri)
-    if parts.password is None:
-        return uri
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
-
-
-def redact_in(text: str, uri: str) -> str:
-    """`text` with every occurrence of the URI, and of its password, made harmless."""
-    password = urlsplit(uri).password
-    text = text.replace(uri, redact(uri))
-    return text.replace(password, "***") if password else text
 
 
 def resolved(config: Config) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from rl_core.errors import BrokenFile, ConfigError, RunIsAlive
 from rl_core.records import recorded_steps
 from rl_core.revisions import config_of, current_revision
 from rl_core.run_dir import Holder, RunDir, holder, json_values, newest_attempt, read_json
+from rl_core.uris import redact, redact_in
 from tasks import keeper, servers, services
 from tasks.databases import url as database_url
-from tasks.destination import destination, redact, redact_in
+from tasks.destination import destination
 from tasks.hosted import here
 from tasks.inspection import open_run, read_result, read_status
 from tasks.leftovers import Member, homeless, members_but_owner

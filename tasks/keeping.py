@@ -236,7 +236,7 @@ def _seen(home: Path, one: Service) -> dict[str, Any]:
 
 
 def _redacted(home: Path, name: str) -> str:
-    from tasks.destination import redact
+    from rl_core.uris import redact
 
     return redact(databases.url(home, name))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BrokenFile, DeadPart
+from rl_core.uris import redact
 from tasks import databases, keeper, kept, servers, silent_runs
-from tasks.destination import redact
 from tasks.diagnosis import LEAST_FREE_BYTES, database_trouble
 from tasks.kept import Kept
 

@@ -167,10 +167,10 @@ class Learner:
         stale, astray = self._ranks.max([float(newest_attempt(self._run) > attempt), float(step != self._next)])
         if stale:
             check_attempt(self._run, attempt)  # what one rank has seen is there for all
-        if stale or astray:
-            whose = "its state" if step != self._next else "the state of another rank"
-            raise ValueError(f"learner: asked to train step {step}, but the next step of {whose} is "
-                             f"{self._next if step != self._next else 'another one'}")
+        if step != self._next:
+            raise ValueError(f"learner: asked to train step {step}, but the next step of its state is {self._next}")
+        if astray:
+            raise ValueError(f"learner: asked to train step {step}, which is not the next one of another rank's state")
 
     def publish_current(self, attempt: int | None = None) -> WeightVersion | None:
         """Make the last scheduled publication real if it is not yet, its bytes in place, and return it (rank 0; others

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rl_core.errors import DeadPart
-from tasks.destination import Destination, redact_in
+from rl_core.uris import redact_in
+from tasks.destination import Destination
 from tasks.waiting import waiting_aloud
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from rl_core.observations import observed_steps, seen_observation
 from rl_core.records import read_record, recorded_steps
 from rl_core.revisions import revisions
 from rl_core.run_dir import RunDir, file_numbers, numbered, put_if_absent, read_json, to_json
-from tasks.destination import Destination, flatten, redact, resolved
+from rl_core.uris import redact
+from tasks.destination import Destination, flatten, resolved
 from tasks.tracking.client import open_client
 from tasks.tracking.inputs import as_inputs, data_sets, tags_of
 from tasks.tracking.sampled import training_traces, validation_traces

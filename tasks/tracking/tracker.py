@@ -17,7 +17,8 @@ from pathlib import Path
 from rl_core.config import Config
 from rl_core.observations import put_observation
 from rl_core.run_dir import RunDir
-from tasks.destination import Destination, redact_in
+from rl_core.uris import redact_in
+from tasks.destination import Destination
 from tasks.tracking.mirror import TAG_RUN_KEY, TAG_RUN_UUID, Mirror, Status
 from tasks.waiting import waiting
 
@@ -99,12 +100,6 @@ class Tracker:
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Commit the owner's metrics of a step (names("owner")) and wake. About 0.5 ms: no fsync, no MLflow."""
         put_observation(self._run, step, metrics, time.time_ns() // 1000)
-        self._ask()
-
-    def add_artifact(self, path: Path, folder: str = "") -> None:
-        """Copy a file to the run's artifacts; the same name again is overwritten."""
-        with self._cond:
-            self._files.append((path, folder))
         self._ask()
 
     def add_page(self, name: str, text: str) -> None:

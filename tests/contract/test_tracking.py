@@ -25,7 +25,8 @@ from rl_core.metrics import MAX_PARTS, MAX_SCALARS, METRICS, names, tracked_name
 from rl_core.records import put_record
 from rl_core.run_dir import RunDir, put_if_absent, read_json, to_json
 from rl_core.types import StepRecord
-from tasks.destination import Destination, destination, flatten, redact, redact_in, resolved
+from rl_core.uris import redact, redact_in
+from tasks.destination import Destination, destination, flatten, resolved
 from tasks.tracking import (
     TAG_CHANGED,
     TAG_RUN_KEY,
